@@ -24,14 +24,12 @@ def sim(
 ) -> None:
     """Simulates all clients in this process."""
     with imports():
-        from shoal.jobs.__main__ import tell
+        from shoal.jobs.__main__ import told
         from shoal.jobs.federated.simulate import simulate
         from shoal.jobs.read import load_job
 
     outcome = simulate(*load_job(job, assignments or []), flower)
-    if outcome.report is not None:
-        tell(outcome)
-    raise typer.Exit(128 + outcome.signal if outcome.signal else 0)
+    raise typer.Exit(told(outcome))
 
 
 @app.command()
@@ -76,16 +74,14 @@ def server(
 ) -> None:
     """Trains with real clients, which sign in over TLS."""
     with imports():
-        from shoal.jobs.__main__ import tell
+        from shoal.jobs.__main__ import told
         from shoal.jobs.federated.serve import Serving, serve
         from shoal.jobs.read import load_job
 
     _one_of(certificates, insecure)
     serving = Serving(address, certificates, deadline, begin_with, patience)
     outcome = serve(*load_job(job, assignments or []), serving)
-    if outcome.report is not None:
-        tell(outcome)
-    raise typer.Exit(128 + outcome.signal if outcome.signal else 0)
+    raise typer.Exit(told(outcome))
 
 
 @app.command()

@@ -30,7 +30,7 @@ def run(path: str, assignments: list[str]) -> int:
     """Trains the job file `path` with `assignments` on top, or does what this process's role is in that; returns
     the exit code. Rank 0, or the parameter server, prints a summary, the report's path last."""
     if (supervised := control()) is not None:
-        return _told(LiveRank(path, assignments, supervised).to_its_end())
+        return told(LiveRank(path, assignments, supervised).to_its_end())
     place = discover()
     with tell_what_is_under_way(place.serves == 0 or (place.rank == 0 and not place.servers)):
         job, origins = load_job(path, assignments)
@@ -38,7 +38,7 @@ def run(path: str, assignments: list[str]) -> int:
             stopped = follow_first(job, origins, place)
             return 128 + stopped if stopped else 0
         if place.serves is not None:
-            return _told(serve(job, origins, place))
+            return told(serve(job, origins, place))
         if place.evaluates:
             follow(job, origins)
             return 0
@@ -46,11 +46,11 @@ def run(path: str, assignments: list[str]) -> int:
             stopped = work(job, origins, place)
             return 128 + stopped if stopped else 0
         outcome = train(job, origins)
-    return _told(outcome)
+    return told(outcome)
 
 
-def _told(outcome: Outcome) -> int:
-    """Prints the summary where there is one; returns the exit code."""
+def told(outcome: Outcome) -> int:
+    """Prints the summary of a run where there is one; returns the exit code."""
     if outcome.report is not None:
         tell(outcome)
     return 128 + outcome.signal if outcome.signal else 0

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shoal.comm import Reaches, World
+from shoal.comm.first import from_first
 from shoal.device import any_device, free_memory
 from shoal.errors import UserError, in_section
 from shoal.jobs.answer import Chosen, confirmed, dry, task_of, under
@@ -60,22 +61,16 @@ def planned(settled: Settled, world: World) -> Settled:
         if world.everyone.broadcast_object(small):
             return settled
     groups = groups_of(world) if settled.job.auto.wanted else None
-    found: Any = None
-    if world.rank == 0:
-        try:
-            chosen = asked(settled, cluster_of_ranks(settled, world, groups))
-            rows = chosen.settled.job.train.microbatch
-            trials = _trials(settled, chosen, world) if settled.job.auto.measure > 1 else None
-            found = [chosen.plan.to_dict(), rows, None if trials is None else trials.to_wire()]
-        except UserError as error:  # all ranks are to raise it
-            found = str(error)
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-    found = world.everyone.broadcast_object(found)
-    if isinstance(found, str):
-        raise UserError(f'plan = "auto": {found}')
-    trials = None if found[2] is None else Trials.from_wire(found[2])
-    return replace(under(settled, Plan.from_dict(found[0]), found[1]), trials=trials)
+
+    def find() -> list[Any]:
+        chosen = asked(settled, cluster_of_ranks(settled, world, groups))
+        trials = _trials(settled, chosen, world) if settled.job.auto.measure > 1 else None
+        sent = None if trials is None else trials.to_wire()
+        return [chosen.plan.to_dict(), chosen.settled.job.train.microbatch, sent]
+
+    plan, rows, sent = from_first(world.everyone, find, 'plan = "auto": ')
+    trials = None if sent is None else Trials.from_wire(sent)
+    return replace(under(settled, Plan.from_dict(plan), rows), trials=trials)
 
 
 def _under_trial(settled: Settled, world: World) -> Trials | None:

@@ -6,6 +6,7 @@ import torch
 
 from shoal.chunks import budget
 from shoal.comm import World
+from shoal.comm.first import from_first
 from shoal.errors import UserError
 from shoal.jobs.choose import Settled
 from shoal.jobs.forecast import Forecast
@@ -20,16 +21,12 @@ def check_device_memory(settled: Settled, world: World) -> None:
     allowed = None if plan.memory == "auto" else budget(plan.memory, torch.device("cpu"))
     if allowed is None or allowed.device is None:
         return
-    told: list[int] | str | None = None
-    if world.rank == 0:
-        try:
-            found = Forecast(settled, machine_here(world.local_size), process=0).predict(plan)
-            told = next(([fit.needed, fit.available] for fit in found.fits if fit.memory == BUDGET), None)
-        except UserError as error:  # all ranks are to raise it
-            told = str(error)
-    told = world.everyone.broadcast_object(told)
-    if isinstance(told, str):
-        raise UserError(told)
+
+    def find() -> list[int] | None:
+        found = Forecast(settled, machine_here(world.local_size), process=0).predict(plan)
+        return next(([fit.needed, fit.available] for fit in found.fits if fit.memory == BUDGET), None)
+
+    told = from_first(world.everyone, find)
     if told is not None and told[0] > told[1]:
         raise UserError(
             f"plan.memory.device = {told[1]:,} bytes: a step needs {told[0]:,}, as shoal plan --memory says. Give as "

@@ -27,11 +27,30 @@ from shoal.jobs.lock import Holder, holder_of, own_hold
 from shoal.jobs.plans import changed, keep
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
+from shoal.plan import Plan
 from shoal.report.replace import replace_text
 
 REQUEST, ANSWERED = "replan-{}.json", ".answer"
 """Name of a request's file, by its number, and what its answer ends with instead."""
 LOOK_SECONDS = 0.1
+
+
+def go_on_under(plan: Plan, settled: Settled, engine: Engine, recorder: Recorder, saver: Saver) -> str | None:
+    """Changes the plan of a run, whose job is `settled`, and records that; returns why not, if it is refused. All ranks
+    call it alike."""
+    began = time.perf_counter()
+    try:
+        job = with_plan(settled, plan, engine.world)
+        check_device_memory(job, engine.world)
+        try:
+            engine.replan(job.job.plan)
+        except CheckpointError as error:  # of the save under way, which is over
+            saver.failed(error)
+            engine.replan(job.job.plan)
+    except (UserError, StorageError) as error:
+        return str(error)
+    recorder.plan(engine.step_index, job.job.plan.to_dict(), time.perf_counter() - began, engine.parts.lag)
+    return None
 
 
 class Replanner:
@@ -83,21 +102,15 @@ class Replanner:
 
     def _change(self, change: Mapping[str, Any]) -> str | None:
         """Changes the plan; returns why not, if it was refused."""
-        engine, began = self._engine, time.perf_counter()
+        engine = self._engine
         try:
-            settled = with_plan(self._settled, changed(engine.plan, change, engine.world.size), engine.world)
-            check_device_memory(settled, engine.world)
-            plan = settled.job.plan
-            try:
-                engine.replan(plan)
-            except CheckpointError as error:  # of the save under way, which is over
-                self._saver.failed(error)
-                engine.replan(plan)
-        except (UserError, StorageError) as error:
-            self._recorder.warning(f"after step {engine.step_index} the plan stays as it is: {error}")
-            return str(error)
-        self._recorder.plan(engine.step_index, plan.to_dict(), time.perf_counter() - began, engine.parts.lag)
-        return None
+            plan = changed(engine.plan, change, engine.world.size)
+            refused = go_on_under(plan, self._settled, engine, self._recorder, self._saver)
+        except UserError as error:
+            refused = str(error)
+        if refused is not None:
+            self._recorder.warning(f"after step {engine.step_index} the plan stays as it is: {refused}")
+        return refused
 
     def _keep(self, change: Mapping[str, Any]) -> None:
         try:

@@ -11,11 +11,10 @@ import torch
 
 from shoal.device import is_accelerator
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs import trials as kept
-from shoal.jobs.choose import Settled, with_plan
-from shoal.jobs.device_memory import check_device_memory
+from shoal.jobs.choose import Settled
 from shoal.jobs.record import Recorder
+from shoal.jobs.replan import go_on_under
 from shoal.jobs.save import Saver
 from shoal.jobs.trials import Trials
 from shoal.jobs.write import write_resolved
@@ -84,23 +83,11 @@ class Trying:
 
     def _goes(self, trials: Trials, index: int) -> str | None:
         """Goes on under a candidate; returns why not, if it is refused."""
-        engine, plan = self._engine, Plan.from_dict(dict(trials.candidates[index].plan))
+        plan = Plan.from_dict(dict(trials.candidates[index].plan))
         self._seconds = []
-        if plan == engine.plan:
+        if plan == self._engine.plan:
             return None
-        began = time.perf_counter()
-        try:
-            plan = with_plan(self._settled, plan, engine.world).job.plan
-            check_device_memory(replace(self._settled, job=replace(self._settled.job, plan=plan)), engine.world)
-            try:
-                engine.replan(plan)
-            except CheckpointError as error:  # of the save under way, which is over
-                self._saver.failed(error)
-                engine.replan(plan)
-        except (UserError, StorageError) as error:
-            return str(error)
-        self._recorder.plan(engine.step_index, plan.to_dict(), time.perf_counter() - began, engine.parts.lag)
-        return None
+        return go_on_under(plan, self._settled, self._engine, self._recorder, self._saver)
 
     def _noted(self, trials: Trials, index: int, seconds: float | None, why: str) -> Trials:
         one = trials.candidates[index]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import World
+from shoal.comm.first import from_first
 from shoal.errors import UserError
 from shoal.launch import join
 from shoal.module.batchnorm import has_batch_statistics
@@ -57,32 +58,25 @@ def auto_plan(
     world = world or join()
     numbers = precision_named(precision)
     groups = groups_of(world) if cluster is None else None
-    found: Any = None
-    if world.rank == 0:
-        try:
-            if cluster is None:
-                cluster = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
-            values, whole = _settings(model)
-            if whole and microbatch is None:
-                raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "
-                                "give microbatch")  # fmt: skip
-            subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
-            traced = profile(subject, ways(pins or {}) if cluster.size > 1 else ())
-            length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
-            legal = legal_degrees(values, traced, length, cluster.per_host)
-            asked = Task(
-                traced, cluster, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal
-            )
-            plan, rows = _confirmed(asked, subject, optimizer)
-            found = [plan.to_dict(), rows]
-        except UserError as error:  # all ranks are to raise it
-            found = str(error)
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-    found = world.everyone.broadcast_object(found)
-    if isinstance(found, str):
-        raise UserError(f"auto_plan: {found}")
-    return Plan.from_dict(found[0]), found[1]
+
+    def find() -> tuple[dict[str, Any], int]:
+        machine = cluster
+        if machine is None:
+            machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
+        values, whole = _settings(model)
+        if whole and microbatch is None:
+            raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "
+                            "give microbatch")  # fmt: skip
+        subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
+        traced = profile(subject, ways(pins or {}) if machine.size > 1 else ())
+        length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
+        legal = legal_degrees(values, traced, length, machine.per_host)
+        asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
+        plan, rows = _confirmed(asked, subject, optimizer)
+        return plan.to_dict(), rows
+
+    table, rows = from_first(world.everyone, find, "auto_plan: ")
+    return Plan.from_dict(table), rows
 
 
 def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:

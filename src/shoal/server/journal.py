@@ -26,6 +26,16 @@ from shoal.server.sessions.carriers import bytes_of
 _HEAD = struct.Struct("!II")
 
 
+def has_pushes(path: Path) -> bool:
+    """Returns whether there is a journal with gradients."""
+    if not path.exists():
+        return False
+    journal = Journal(path, False)
+    found = any(raw for _, raw in journal.entries())
+    journal.close()
+    return found
+
+
 class Journal:
     """Appends to the file `path`, which is made if it is missing. Raises StorageError where it cannot be written.
 

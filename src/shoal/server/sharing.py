@@ -22,7 +22,7 @@ from shoal.checkpoint.directory import completed, step_path
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.merge import merge
 from shoal.errors import CheckpointError, UserError
-from shoal.server.journal import Journal
+from shoal.server.journal import has_pushes
 
 KEPT = 2
 """Checkpoints that are kept."""
@@ -114,13 +114,7 @@ def state_of(path: Path) -> Mapping[str, Any]:
 def _has_pushes(folder: Path) -> bool:
     _, path = completed(folder)[0]
     state = state_of(path)
-    journal = folder / f"journal-{state['version']:08d}-{state['journal']}"
-    if not journal.exists():
-        return False
-    opened = Journal(journal, False)
-    found = any(raw for _, raw in opened.entries())
-    opened.close()
-    return found
+    return has_pushes(folder / f"journal-{state['version']:08d}-{state['journal']}")
 
 
 def shared_checkpoint(parts: Sequence[Path]) -> Path:

@@ -23,7 +23,7 @@ from shoal.jobs.served.tables import Tables
 from shoal.launch.identity import Identity
 from shoal.models import ModelSpec
 from shoal.server.held import Held
-from shoal.server.journal import Journal
+from shoal.server.journal import has_pushes
 from shoal.server.keeping import Keeping
 from shoal.server.messages import Begin
 from shoal.server.served_table import ServedTable
@@ -91,7 +91,8 @@ class Line:
         checkpoint has."""
         state = restored.user.get("server")
         then = 0 if state is None else int(state.get("servers", 1))
-        pushed = state is not None and _has_pushes(job, state)
+        journals = Keeping(None, 1, False, 0.0, Path(job.run.dir) / JOURNALS)
+        pushed = state is not None and has_pushes(journals.journal(state["version"], state["journal"]))
         if pushed and then != servers:
             raise UserError(
                 f"the run was cut short with ps={then}, and the journals have gradients that no checkpoint has: go on "
@@ -101,16 +102,6 @@ class Line:
         name = str(state["line"]) if same and state is not None and servers > 1 else secrets.token_hex(8)
         source = "" if checkpoint is None else str(checkpoint)
         return cls(Begin(name, restored.saved, source, not pushed), state is not None and not same)
-
-
-def _has_pushes(job: Job, state: Mapping[str, Any]) -> bool:
-    path = Keeping(None, 1, False, 0.0, Path(job.run.dir) / JOURNALS).journal(state["version"], state["journal"])
-    if not path.exists():
-        return False
-    journal = Journal(path, False)
-    found = any(raw for _, raw in journal.entries())
-    journal.close()
-    return found
 
 
 def spread_weights(
