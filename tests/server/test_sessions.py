@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.comm import hello
+from shoal.comm.device_group import DeviceGroup
+from shoal.comm.nccl import ERRORS, Nccl
 from shoal.comm.sealed import HEAD, Seal, sealed
 from shoal.comm.signed import derived
 from shoal.device import CPU
@@ -23,7 +28,7 @@ from shoal.elastic.records import Malformed, encode, kinds
 from shoal.errors import LaunchError, UserError
 from shoal.server.sessions import Address, Listener, Session, SessionLost, call, key_of_token
 from shoal.server.sessions.beside import Beside, fit, told
-from shoal.server.sessions.carriers import MOST_BODY
+from shoal.server.sessions.carriers import MOST_BODY, hung_up
 from shoal.server.sessions.listener import PENDING
 from shoal.server.sessions.opening import Opens
 from shoal.server.sessions.session import Form
@@ -322,35 +327,134 @@ def test_a_message_that_stops_halfway_ends_its_session(monkeypatch):
 
 
 class Group:
-    """Stands in for a group of accelerators."""
+    """Stands in for a group of accelerators. `held`: its calls wait for that on the host."""
 
     def __init__(self) -> None:
-        self.aborted = 0
+        self.aborted, self.moved, self.held = 0, [], threading.Event()
+        self.held.set()
 
-    def recv(self, flat: torch.Tensor, src: int) -> None: ...
+    def recv(self, flat: torch.Tensor, src: int) -> None:
+        self.held.wait()
+        self.moved.append(flat.numel())
+
+    send = recv
 
     def abort(self) -> None:
         self.aborted += 1
 
 
+class End(NamedTuple):
+    """An end whose device has done what `done` says, and what else it is asked for."""
+
+    beside: Beside
+    group: Group
+    done: list[bool]
+    gone: list[bool]
+
+
+def end_of_two(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.1) -> End:
+    group, done, gone = Group(), [True], [False]
+    stand_ins = {
+        "new_stream": lambda device: SimpleNamespace(wait_event=lambda event: None),
+        "on_stream": lambda stream: nullcontext(),
+        "record_event": lambda device: SimpleNamespace(query=lambda: done[0]),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(f"shoal.server.sessions.beside.{name}", stand_in)
+    monkeypatch.setattr(DeviceGroup, "of_two", lambda *about: group)
+    return End(Beside(dist.HashStore(), KEY, 0, CPU, seconds, lambda: gone[0]), group, done, gone)
+
+
 def test_an_accelerator_waits_for_an_end_that_sends_nothing_no_longer_than_it_may(monkeypatch):
     """Devices do not notice that the other end is gone: the host looks at the clock."""
-    monkeypatch.setattr(
-        "shoal.server.sessions.beside.record_event", lambda device: SimpleNamespace(query=lambda: False)
-    )
-    beside = Beside.__new__(Beside)
-    beside.device, beside._rank, beside._seconds, beside._group, beside._ended = CPU, 0, 0.1, Group(), False
+    end = end_of_two(monkeypatch)
     with echoing() as (address, _):
         session = call(address, KEY, KINDS, 5.0)
-        session._beside = beside
-        monkeypatch.setattr(session, "_carrier", SimpleNamespace(fill=beside.fill, close=session._carrier.close))
-        session.forms = [Form(torch.float32, 3)]
+        session._beside = end.beside
+        monkeypatch.setattr(session, "_carrier", SimpleNamespace(fill=end.beside.fill, close=session._carrier.close))
+        session.forms = [Form(torch.float32, 3)] * 2
+        session.fill(torch.empty(3))
+        end.done[0] = False
         with pytest.raises(SessionLost, match=f"the server at {address} has been silent for too long"):
             session.fill(torch.empty(3))
+        end.done[0] = True  # as a device tells of what was cut short
         with pytest.raises(ConnectionResetError):
-            beside.fill(torch.empty(3))
+            end.beside.fill(torch.empty(3))
         session.close()
-    assert beside._group.aborted == 1
+    assert end.group.aborted == 1
+
+
+def test_an_accelerator_does_not_wait_on_the_host_for_an_end_that_never_comes(monkeypatch):
+    """The first calls of NCCL make connections, and return only when the other end has come."""
+    end = end_of_two(monkeypatch)
+    end.group.held.clear()
+    with pytest.raises(TimeoutError):
+        end.beside.send(torch.empty(3))
+    assert not end.group.aborted  # in whose call a thread still is
+    end.group.held.set()
+    until(lambda: end.group.aborted == 1)
+
+
+def test_an_accelerator_notices_that_the_other_end_has_hung_up(monkeypatch):
+    end = end_of_two(monkeypatch, seconds=60.0)
+    end.beside.fill(torch.empty(3))
+    end.done[0], end.gone[0] = False, True
+    began = time.monotonic()
+    with pytest.raises(ConnectionResetError, match="hung up"):
+        end.beside.fill(torch.empty(3))
+    assert time.monotonic() - began < 30.0 and end.group.aborted == 1
+    here, there = socket.socketpair()
+    with here, there:
+        assert not hung_up(here)
+        there.sendall(b"x")
+        assert not hung_up(here) and here.recv(1) == b"x"
+        there.close()
+        assert hung_up(here)
+
+
+def test_what_has_been_cut_short_on_an_accelerator_does_not_count_as_come(monkeypatch):
+    end = end_of_two(monkeypatch)
+    monkeypatch.setattr(end.group, "abort", lambda: end.done.__setitem__(0, True))
+    end.beside.fill(torch.empty(3))
+    end.done[0] = False
+    closing = threading.Timer(0.02, end.beside.end)
+    closing.start()
+    with pytest.raises(ConnectionResetError, match="has closed it"):
+        end.beside.fill(torch.empty(3))
+    closing.join()
+
+
+def test_accelerators_meet_once_and_large_tensors_go_in_pieces(monkeypatch):
+    monkeypatch.setattr("shoal.server.sessions.beside.PIECE_BYTES", 8)
+    end = end_of_two(monkeypatch)
+    end.beside.send(torch.empty(5))
+    end.beside.fill(torch.empty(2, dtype=torch.float64))
+    end.beside.fill(torch.empty(0))
+    assert end.group.moved == [1, 1, 2, 2, 1, 1, 1]
+
+
+def test_accelerators_that_do_not_meet_say_why(monkeypatch):
+    end = end_of_two(monkeypatch)
+
+    def fails(flat: torch.Tensor, other: int) -> None:
+        raise RuntimeError("NCCL is out of order")
+
+    monkeypatch.setattr(end.group, "send", fails)
+    with pytest.raises(ConnectionAbortedError, match="have not met: NCCL is out of order"):
+        end.beside.fill(torch.empty(3))
+    assert end.group.aborted == 1
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_the_death_of_a_gpu_s_peer_does_not_end_this_process(monkeypatch, before):
+    """Torch's watchdog would; it asks the environment for each group, and all others are left as they were."""
+    seen = []
+    monkeypatch.delenv(ERRORS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ERRORS, before)
+    monkeypatch.setattr(DeviceGroup, "open", lambda *about: seen.append(os.environ[ERRORS]))
+    Nccl.of_two(dist.HashStore(), 0, CPU, timedelta(seconds=1))
+    assert seen == ["0"] and os.environ.get(ERRORS) == before
 
 
 def test_a_tensor_for_an_accelerator_that_a_session_has_not_is_refused():

@@ -44,6 +44,12 @@ class DeviceGroup(NoSharedMemory):
             options.is_high_priority_stream = True
         return cls(own(store, rank, size, options), device)
 
+    @classmethod
+    def of_two(cls, store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Self:
+        """Opens a group of this rank, 0 or 1, and one other, whose death is this one's to notice and to live on
+        after."""
+        return cls.open(store, rank, 2, device, timeout)
+
     @property
     def carrier(self) -> str:
         return (group_backend(self._device) or "").upper()

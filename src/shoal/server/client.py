@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shoal.device import CPU, current_stream, is_accelerator, on_stream
 from shoal.errors import UserError
 from shoal.module.batchnorm import RunningStatistics
 from shoal.server.held import Given, named
 from shoal.server.link import About, Link, TableForm
 from shoal.server.messages import Taken, Work
 from shoal.server.served_table import Pushed
-from shoal.server.sessions import Address, key_of_token
+from shoal.server.sessions import Address, accelerator, key_of_token
 from shoal.server.shares import Rows
 from shoal.server.table import summed
 
@@ -34,6 +35,7 @@ def connect(
     rank: int | None = None,
     timeout: float = 60.0,
     shared: bool = True,
+    device: torch.device | str | None = None,
 ) -> Client:
     """Connects to the parameter server at `address`, or to all servers that share the parameters, in their order.
 
@@ -41,17 +43,19 @@ def connect(
     rank: this client's number, by which Sync orders its gradient and a server knows it again; None for a free one.
     timeout: seconds to wait for a server, also one that is started again, or for other clients.
     shared: use shared memory where server and client are on one host.
+    device: an accelerator whose tensors go directly to those of servers (`Options(device=)`), where they have others of
+        its kind. What a model elsewhere has is copied.
 
     Raises LaunchError where a server cannot be reached, or has another token.
     """
     addresses = [address] if isinstance(address, str) else list(address)
-    key, incarnation = key_of_token(token), secrets.token_hex(8)
+    key, incarnation, own = key_of_token(token), secrets.token_hex(8), accelerator(device)
     if not addresses:
         raise UserError("connect: give the address of at least one server")
     links: list[Link] = []
     try:
         for each in addresses:
-            links.append(Link(Address.read(each), key, incarnation, timeout, shared))
+            links.append(Link(Address.read(each), key, incarnation, timeout, shared, own))
             rank = links[-1].join(-1 if rank is None else rank)
     except BaseException:
         for link in links:
@@ -85,7 +89,7 @@ class Client:
         server that cannot be reached; UserError for a model with other parameters.
         """
         parameters = self._checked(model)
-        version = _version(self._each(lambda link: link.pull(parameters)))
+        version = _version(self._each(lambda link: link.pull(parameters), parameters))
         if isinstance(model, nn.Module) and self.statistics is not None:
             self._following = model, RunningStatistics(model)
             self._following[1].put(self.statistics)
@@ -113,7 +117,7 @@ class Client:
         if self._following is not None and self._following[0] is model:
             term = self._following[1].term(1, after=0).cpu()
             self._following[1].begin()
-        return self._each(lambda link: link.push(gradients, given[link], About(count), term))
+        return self._each(lambda link: link.push(gradients, given[link], About(count), term), gradients)
 
     def ask(self, seconds: float, found: Mapping[str, Any]) -> Work:
         """Asks the server that deals the samples of a job for work; see messages.Ask."""
@@ -130,13 +134,8 @@ class Client:
         """Brings the gradients of work that the first server has given, by name; None for those that are untouched.
         `term`: see Link.push. `rows`: of tables that are joined, those that have gradients. The other servers are its
         followers: they get theirs before it decides."""
-        of = self._dealt(rows or {})
-        if self._threads is not None:
-            others = self._threads.map(
-                lambda link: link.push(gradients, version, About(about.count), rows=of[link]), self._links[1:]
-            )
-            list(others)
-        first = self._links[0]
+        of, (first, *others) = self._dealt(rows or {}), self._links
+        self._each(lambda link: link.push(gradients, version, About(about.count), rows=of[link]), gradients, others)
         return first.push(gradients, version, about, term, of[first])
 
     def _dealt(self, rows: Mapping[str, Pushed]) -> dict[Link, list[Tensor]]:
@@ -146,35 +145,33 @@ class Client:
             if not form.joined:
                 continue
             once, total = rows.get(name, (torch.empty(0, dtype=torch.int64), form.empty(0)))
-            server, _ = places.place(once)
-            for index, link in enumerate(self._links):
-                mine = server == index
-                found[link] += [once[mine], total[mine].to(form.empty(0).dtype)]
+            for link, mine in self._chosen(once, places).items():
+                found[link] += [once[mine], total[mine.to(total.device)].to(form.empty(0).dtype)]
         return found
 
     def pull_work(self, parameters: Mapping[str, Tensor]) -> int:
         """Copies the weights into `parameters` for such work; returns the first server's version. What its followers
         have is at least as new."""
         version = self._links[0].pull(parameters)
-        if self._threads is not None:
-            list(self._threads.map(lambda link: link.pull(parameters), self._links[1:]))
+        self._each(lambda link: link.pull(parameters), parameters, self._links[1:])
         return version
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
-        """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version."""
-        places, form = self._table(table)
-        once, back = torch.unique(rows.to("cpu", torch.int64), return_inverse=True)
-        _check_rows(once, places.count, table)
-        found = form.empty(len(once))
-        server, _ = places.place(once)
-        chosen = {link: torch.nonzero(server == index)[:, 0] for index, link in enumerate(self._links)}
+        """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version. They are on
+        this client's accelerator where they come from one, else on the CPU."""
+        (places, form), device = self._table(table), self._device
+        once, back = torch.unique(rows.to(device, torch.int64), return_inverse=True)
+        numbers = once.cpu()
+        _check_rows(numbers, places.count, table)
+        found = form.empty(len(once), device)
+        chosen = self._chosen(numbers, places)
 
         def some(link: Link) -> int:
-            version, values = link.pull_rows(table, once[chosen[link]])
-            found[chosen[link]] = values
+            version, values = link.pull_rows(table, numbers[chosen[link]])
+            found[chosen[link].to(device)] = values.to(device)
             return version
 
-        versions = self._each(some)
+        versions = self._each(some, {table: found})
         return found[back.view(-1)].view(*rows.shape, form.width), _version(versions)
 
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: Version) -> list[Taken]:
@@ -186,12 +183,18 @@ class Client:
                 f"push_rows: gradients {tuple(gradients.shape)} for rows {tuple(rows.shape)} of width {width}: give "
                 f"{(*rows.shape, width)}"
             )
-        once, total = summed(rows.to("cpu", torch.int64).reshape(-1), gradients.to("cpu").float().reshape(-1, width))
-        _check_rows(once, places.count, table)
-        server, _ = places.place(once)
-        chosen = {link: torch.nonzero(server == index)[:, 0] for index, link in enumerate(self._links)}
-        given = self._versions(version)
-        return self._each(lambda link: link.push_rows(table, once[chosen[link]], total[chosen[link]], given[link]))
+        device, given = self._device, self._versions(version)
+        flat = gradients.to(device).float().reshape(-1, width)
+        once, total = summed(rows.to(device, torch.int64).reshape(-1), flat)
+        numbers = once.cpu()
+        _check_rows(numbers, places.count, table)
+        chosen = self._chosen(numbers, places)
+
+        def some(link: Link) -> Taken:
+            mine = chosen[link]
+            return link.push_rows(table, numbers[mine], total[mine.to(device)], given[link])
+
+        return self._each(some, {table: total})
 
     def close(self) -> None:
         """Leaves the servers."""
@@ -208,9 +211,37 @@ class Client:
     ) -> None:
         self.close()
 
-    def _each(self, ask: Callable[[Link], T]) -> list[T]:
-        """Asks all servers at the same time."""
-        return [ask(self._links[0])] if self._threads is None else list(self._threads.map(ask, self._links))
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where tensors of each server come and go: this client's accelerator, or the CPU."""
+        return [link.device for link in self._links]
+
+    @property
+    def _device(self) -> torch.device:
+        """Where rows come and go: the accelerator of this client, if there is a server whose tensors go there."""
+        return next(filter(is_accelerator, self.devices), CPU)
+
+    def _chosen(self, rows: Tensor, places: Rows) -> dict[Link, Tensor]:
+        """Returns the places in `rows` of those that each server has."""
+        server, _ = places.place(rows)
+        return {link: torch.nonzero(server == index)[:, 0] for index, link in enumerate(self._links)}
+
+    def _each(
+        self, ask: Callable[[Link], T], used: Mapping[str, Tensor | None], links: Sequence[Link] | None = None
+    ) -> list[T]:
+        """Asks servers, by default all, at the same time. What other threads do with the tensors `used`, all on one
+        device, comes behind this thread's work there."""
+        asking = self._links if links is None else links
+        if self._threads is None:
+            return [ask(link) for link in asking]
+        any_of_them = next((each for each in used.values() if each is not None), None)
+        stream = None if any_of_them is None else current_stream(any_of_them.device)
+
+        def asked(link: Link) -> T:
+            with on_stream(stream):
+                return ask(link)
+
+        return list(self._threads.map(asked, asking))
 
     def _checked(self, model: Given) -> Mapping[str, Tensor]:
         """Returns the parameters of `model` by name. Raises UserError where they are not the servers'."""

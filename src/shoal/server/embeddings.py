@@ -56,15 +56,15 @@ class RowsInUse:
             if (gradient := values.grad) is not None:
                 gradient = gradient if sparse or not gradient.is_sparse else gradient.coalesce()
                 rows = once[gradient._indices()[0].cpu()] if gradient.is_sparse else once
-                part = rows, (gradient._values() if gradient.is_sparse else gradient).cpu()
+                part = rows, gradient._values() if gradient.is_sparse else gradient
                 found.setdefault(table, []).append(part)
         return {table: _together(parts, factor) for table, parts in found.items()}
 
 
 def _together(parts: list[Pushed], factor: float) -> Pushed:
     rows, values = (torch.cat(each) for each in zip(*parts, strict=True))
-    rows, values = summed(rows, values)
-    return rows, values.mul_(factor)
+    rows, values = summed(rows.to(values.device), values)
+    return rows.cpu(), values.mul_(factor)
 
 
 class ServedEmbedding(nn.Module):

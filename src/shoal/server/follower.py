@@ -27,7 +27,7 @@ from torch import Tensor
 from shoal.checkpoint.directory import clean, completed
 from shoal.checkpoint.manifest import read_manifest
 from shoal.errors import CheckpointError
-from shoal.server.journal import Journal
+from shoal.server.journal import Journal, on_host
 from shoal.server.keeping import NotDone
 from shoal.server.ledger import Gradient, Ledger, Update
 from shoal.server.messages import Apply, Begin, Done, Finish, Keep, Order, Push, Sum, Taken, Work
@@ -71,9 +71,11 @@ class Follower:
     def deal(self, rank: int, seconds: float, found: Mapping[str, Any]) -> Work:
         raise NotDone("the first server deals the work of a job")
 
-    def pull(self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor]) -> tuple[int, list[Tensor]]:
+    def pull(
+        self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor], device: torch.device
+    ) -> tuple[int, list[Tensor]]:
         """Returns version and values."""
-        return self.read(lambda: self.values.read(asked, into), seconds)
+        return self.read(lambda: self.values.read(asked, into, device), seconds)
 
     def read(self, values: Callable[[], list[Tensor]], seconds: float) -> tuple[int, list[Tensor]]:
         """Returns the version, and what `values` gives, between two updates."""
@@ -84,6 +86,7 @@ class Follower:
         """Keeps a push, in memory and in the journal, until it is decided upon."""
         gradients = self.values.decoded(raw)
         bad = self.values.problem(gradients)
+        raw = on_host(raw)
         about = {"rank": rank, "incarnation": incarnation, "sequence": push.sequence, "count": push.count}
         about["untouched"] = push.untouched
         with self._begun(60.0) as journal:

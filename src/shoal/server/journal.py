@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.device import to_host
 from shoal.errors import StorageError
 from shoal.server.sessions.carriers import bytes_of
 
@@ -34,6 +35,14 @@ def has_pushes(path: Path) -> bool:
     found = any(raw for _, raw in journal.entries())
     journal.close()
     return found
+
+
+def on_host(raw: Sequence[Tensor]) -> list[Tensor]:
+    """Returns raw tensors as they go into a journal, in the host's memory: they are there when it returns."""
+    here, events = to_host(*raw)
+    for event in events:
+        event.synchronize()
+    return here
 
 
 class Journal:
@@ -66,7 +75,7 @@ class Journal:
         self._cut(at)
 
     def append(self, about: dict[str, Any], raw: Sequence[Tensor] = ()) -> None:
-        """Writes an entry; all of it or nothing."""
+        """Writes an entry; all of it or nothing. `raw`: on the CPU (see `on_host`)."""
         views = [bytes_of(each) for each in raw]
         text = json.dumps({**about, "raw": [len(view) for view in views]}).encode()
         check = zlib.crc32(text)

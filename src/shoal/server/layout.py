@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.chunks.spec import Slot
 from shoal.comm.codecs import Codec, codec
+from shoal.device import CPU
 from shoal.elastic.records import Malformed
 from shoal.plan import Option
 from shoal.server.sessions import Form
@@ -76,6 +77,12 @@ class Layout:
     def pulled(self) -> list[Form]:
         """Describes the raw tensors of a pull: weights and statistics."""
         return [each.form for each in self.stretches] + self._beside
+
+    def weights_on(self, device: torch.device) -> list[Tensor]:
+        """Returns memory for what a pull brings: weights on `device`, statistics on the CPU."""
+        places = [device] * len(self.stretches) + [CPU] * len(self._beside)
+        pairs = zip(self.pulled(), places, strict=True)
+        return [torch.empty(form.numel, dtype=form.dtype, device=at) for form, at in pairs]
 
     @property
     def _beside(self) -> list[Form]:

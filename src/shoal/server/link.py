@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.comm.codecs import Codec, ErrorFeedback
+from shoal.device import CPU
 from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError, UserError
+from shoal.server.carried import Carried
 from shoal.server.layout import Layout
 from shoal.server.messages import (
     TO_CLIENT,
@@ -70,29 +71,39 @@ class TableForm:
         known = {each.name for each in fields(cls)}
         return cls(**{key: value for key, value in table.items() if key in known})
 
-    def empty(self, rows: int) -> Tensor:
+    def empty(self, rows: int, device: torch.device = CPU) -> Tensor:
         """Returns memory for the values of some rows."""
-        return torch.empty(rows, self.width, dtype=getattr(torch, self.dtype))
+        return torch.empty(rows, self.width, dtype=getattr(torch, self.dtype), device=device)
 
 
 class Link:
     """The way to the server at `address`. For `timeout` seconds it tries to reach a server that was lost; `incarnation`
     is this client's name. `join` is to be called first.
 
+    wanted: an accelerator whose tensors go to that of the server directly, where it has another one of that kind.
+    device: where tensors come and go: that accelerator, or the CPU where the server has none.
     shapes: of the parameters that the server has, by name.
     tables: its tables, by name.
     statistics: those of BatchNorm that were pulled last (fp64, flat); None where the server has none.
     """
 
-    def __init__(self, address: Address, key: bytes, incarnation: str, timeout: float, shared: bool) -> None:
+    def __init__(
+        self,
+        address: Address,
+        key: bytes,
+        incarnation: str,
+        timeout: float,
+        shared: bool,
+        wanted: torch.device | None = None,
+    ) -> None:
         self._address, self._key, self._incarnation = address, key, incarnation
-        self._timeout, self._shared = timeout, shared
+        self._timeout, self._shared, self._wanted = timeout, shared, wanted
         self._session: Session | None = None
         self._rank = -1
         self._about: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._carried: Carried | None = None
+        self.device = CPU
         self.tables: dict[str, TableForm] = {}
-        self.statistics: Tensor | None = None
         self._sequence: Counter[str] = Counter()
 
     def join(self, rank: int) -> int:
@@ -101,23 +112,26 @@ class Link:
         self._ask(lambda session: None)
         self.tables = {name: TableForm.from_json(each) for name, each in self._about.items() if name != WEIGHTS}
         if WEIGHTS in self._about:
-            self._layout = Layout.from_json(self._about[WEIGHTS])
-            self._weights = [torch.empty(form.numel, dtype=form.dtype) for form in self._layout.pulled()]
-            self.statistics = self._weights[-1] if self._layout.statistics else None
-            self._gradients = [torch.zeros(each.numel, dtype=each.grad_dtype) for each in self._layout.trained]
-            self._codecs, self._encoded = _encoders(self._layout)
-            self.shapes = {slot.name: tuple(slot.shape) for each in self._layout.stretches for slot in each.slots}
+            self._carried = Carried(Layout.from_json(self._about[WEIGHTS]), self.device)
         return self._rank
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {} if self._carried is None else self._carried.shapes
+
+    @property
+    def statistics(self) -> Tensor | None:
+        carried = self._carried
+        return carried.weights[-1] if carried is not None and carried.layout.statistics else None
 
     def pull(self, parameters: Mapping[str, Tensor]) -> int:
         """Copies the server's weights into those of `parameters` that it has; returns their version."""
-        if not self.shapes:
+        carried = self._carried
+        if carried is None:
             return 0
-        version = self._ask(lambda session: self._pulled(session, WEIGHTS, self._weights))
-        with torch.no_grad():
-            for stretch, flat in zip(self._layout.stretches, self._weights, strict=False):
-                for slot in stretch.slots:
-                    parameters[slot.name].copy_(slot.view(flat))
+        carried.move(self.device)
+        version = self._ask(lambda session: self._pulled(session, WEIGHTS, carried.weights))
+        carried.put(parameters)
         return version
 
     def ask(self, seconds: float, found: Mapping[str, Any]) -> Work:
@@ -139,33 +153,22 @@ class Link:
     ) -> Taken:
         """Brings the gradients of the parameters that the server has. `term`: what their forwards add to its
         statistics, None for nothing. `rows`: of each table that is joined the rows and their gradients."""
-        if not self.shapes:
+        if self._carried is None:
             return Taken(version, 0, 1.0)
-        untouched: list[str] = []
-        for stretch, flat in zip(self._layout.trained, self._gradients, strict=True):
-            for slot in stretch.slots:
-                gradient = gradients[slot.name]
-                if gradient is None:
-                    untouched.append(slot.name)
-                    slot.view(flat).zero_()
-                else:
-                    slot.view(flat).copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
-        raw = self._gradients
-        if self._codecs:
-            raw = self._encoded
-            for codec, flat, encoded in zip(self._codecs, self._gradients, raw, strict=True):
-                codec.encode(flat, encoded)
+        self._carried.move(self.device)
+        untouched, raw = self._carried.gather(gradients)
         if self.statistics is not None:
             raw = [*raw, torch.zeros_like(self.statistics) if term is None else term]
         return self._push(WEIGHTS, version, untouched, about, *raw, *rows)
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[int, Tensor]:
-        """Returns version and values of rows that this server has."""
-        values = self.tables[table].empty(len(rows))
+        """Returns version and values of rows that this server has, whose numbers are on the CPU."""
+        values = self.tables[table].empty(len(rows), self.device)
         return self._ask(lambda session: self._pulled(session, table, [values], rows)), values
 
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: int) -> Taken:
-        """Brings the gradients of rows that this server has, each once and in ascending order."""
+        """Brings the gradients of rows that this server has, each once and in ascending order; their numbers are on the
+        CPU."""
         return self._push(table, version, [], About(), rows, gradients)
 
     def order(self, order: Order) -> Done:
@@ -226,7 +229,8 @@ class Link:
                 raise
 
     def _open(self) -> Session:
-        session = call(self._address, self._key, TO_CLIENT, self._timeout + _MARGIN_SECONDS, self._shared)
+        patience = self._timeout + _MARGIN_SECONDS
+        session = call(self._address, self._key, TO_CLIENT, patience, self._shared, device=self._wanted)
         try:
             session.send(Join(self._rank, self._incarnation))
             self._rank = self._answer(session, Admitted).rank
@@ -238,7 +242,7 @@ class Link:
         if self._about not in ({}, about):
             session.close()
             raise LaunchError(f"the server at {self._address} has other parameters than before")
-        self._about = about
+        self._about, self.device = about, session.device or CPU
         return session
 
     def _answer(self, session: Session, kind: type[T]) -> T:
@@ -253,12 +257,3 @@ class Link:
         if self._session is not None:
             self._session.close()
             self._session = None
-
-
-def _encoders(layout: Layout) -> tuple[list[Codec], list[Tensor]]:
-    """Returns what encodes each chunk's gradient, and memory for the result; nothing where gradients travel as they
-    are. What is lost goes with the next gradient."""
-    if layout.codec.lossless:
-        return [], []
-    codecs: list[Codec] = [ErrorFeedback(layout.codec, each.numel) for each in layout.trained]
-    return codecs, [torch.empty(layout.codec.encoded_bytes(each.numel), dtype=torch.uint8) for each in layout.trained]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from shoal.comm.stalls import Say, to_stderr
 from shoal.errors import UserError
 from shoal.optim.groups import GroupRule
@@ -26,6 +28,8 @@ class Options:
     grace: seconds for which a lost client is still waited for.
     seconds: within which each piece of a message must move.
     say: gets a line for each client that is refused or lost.
+    device: an accelerator that has weights and tables, but for those on the host, and whose tensors go directly to
+        those of clients (`connect(..., device=)`); None for the CPU.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -37,6 +41,7 @@ class Options:
     grace: float = 5.0
     seconds: float = 60.0
     say: Say = to_stderr
+    device: torch.device | str | None = None
 
     def names_of(self, params: Given) -> list[str]:
         """Returns the names of the parameters that this server has."""

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from shoal.comm.secret import find_secret
 from shoal.comm.stalls import Say, to_stderr
+from shoal.device import CPU, finish, synchronize
 from shoal.elastic.records import Malformed
 from shoal.errors import ShoalError
 from shoal.optim.fused.optimizer import OptimizerFactory
@@ -39,7 +41,7 @@ from shoal.server.part import Part
 from shoal.server.policies import Policy
 from shoal.server.reading import Reading
 from shoal.server.serving import Serving
-from shoal.server.sessions import Session, SessionLost
+from shoal.server.sessions import Session, SessionLost, accelerator
 from shoal.server.table import TableRows
 from shoal.server.weights import Weights
 
@@ -89,37 +91,44 @@ class ParameterServer(Serving):
     ) -> None:
         super().__init__(token)
         options = options or Options()
+        device = accelerator(options.device)
         keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
         parts: dict[str, Part] = {}
         if mine := options.names_of(params):
             held = Held(params, mine, buffers=options.share.index == 0)
-            weights = Weights.of(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
+            also = options.schedule, options.param_groups, device or CPU
+            weights = Weights.of(held, optimizer, codec or "fp32", *also)
             having = min(options.share.count, options.dense(params))  # the first ones have one each
             kept = keeping.of("weights", options.share.index, having, merged=True)
             parts[WEIGHTS] = Part(weights, policy, kept)
         for name, table in options.tables.items():
-            rows = TableRows(table, optimizer, options.share)
+            rows = TableRows(table, optimizer, options.share, device or CPU)
             kept = keeping.of(f"table-{name}", options.share.index, options.share.count, merged=False)
             parts[name] = Part(rows, policy, kept)
-        self._serve_parts(parts, address, options.seconds, options.say)
+        self._serve_parts(parts, address, options.seconds, options.say, device)
 
     @classmethod
     def of(
         cls, part: Part | Follower, address: str, token: str | None, seconds: float = 60.0, say: Say = to_stderr
     ) -> Self:
-        """Serves weights that are made already, with their tables. token: None for the user's secret."""
+        """Serves weights that are made already, with their tables, from where they are. token: None for the user's
+        secret."""
         server = cls.__new__(cls)
         Serving.__init__(server, token or find_secret().decode())
         tables = part.values.tables if isinstance(part.values, Weights) else ()
         read = {each.name: Reading(part, each) for each in tables}
-        server._serve_parts({WEIGHTS: part, **read}, address, seconds, say)
+        server._serve_parts({WEIGHTS: part, **read}, address, seconds, say, accelerator(part.values.device))
         return server
 
-    def _serve_parts(self, parts: Mapping[str, Served], address: str, seconds: float, say: Say) -> None:
-        self._parts = parts
+    def _serve_parts(
+        self, parts: Mapping[str, Served], address: str, seconds: float, say: Say, device: torch.device | None
+    ) -> None:
+        self._parts, self._device = parts, device
         self._guard = threading.Lock()
         self._here: dict[int, tuple[str, Session]] = {}
-        self._listen(address, FROM_CLIENT, seconds, say)
+        if device is not None:
+            finish(device)  # sessions have threads of their own, with the device's default stream
+        self._listen(address, FROM_CLIENT, seconds, say, device)
 
     @property
     def version(self) -> int:
@@ -138,6 +147,8 @@ class ParameterServer(Serving):
             return sorted(self._here)
 
     def _end(self) -> None:
+        if self._device is not None:
+            synchronize(self._device)
         for part in self._parts.values():
             try:
                 part.end_well()
@@ -146,6 +157,7 @@ class ParameterServer(Serving):
 
     def _serve(self, session: Session) -> None:
         """Answers one client until it leaves."""
+        accelerator(self._device)
         join = session.receive(_JOIN_SECONDS)
         if not isinstance(join, Join):
             raise Malformed(f"{type(join).__name__} before Join")
@@ -217,7 +229,8 @@ class ParameterServer(Serving):
             session.fill(*numbers)
             room = rooms.setdefault(asked.part, [])
             seconds = min(max(asked.seconds, 0.0), _MOST_WAIT)
-            version, rooms[asked.part] = part.pull(rank, numbers, seconds, room)
+            device = session.device or CPU
+            version, rooms[asked.part] = part.pull(rank, numbers, seconds, room, device)
             session.send(Values(version), *rooms[asked.part])
         except (SessionLost, Malformed):
             raise

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.checkpoint.directory import clean, completed
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.server.holding import Holding
-from shoal.server.journal import Journal
+from shoal.server.journal import Journal, on_host
 from shoal.server.keeping import Dealt, Keeping, NotDone
 from shoal.server.ledger import Gradient, Ledger
 from shoal.server.messages import WAIT, Push, Taken, Work
@@ -63,9 +64,13 @@ class Part:
             self._gone[rank] = time.monotonic() if lost else -self._keeping.grace
             self._changed.notify_all()
 
-    def pull(self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor]) -> tuple[int, list[Tensor]]:
-        """Returns version and values once the policy gives them. Raises NotDone where that takes longer than
-        `seconds`."""
+    def pull(
+        self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor], device: torch.device
+    ) -> tuple[int, list[Tensor]]:
+        """Returns version and values once the policy gives them. Raises NotDone where that takes longer than `seconds`.
+
+        into, device: see Holding.
+        """
         until = time.monotonic() + seconds
         if why := self.values.wrong(asked):
             raise NotDone(f"client {rank} asks for {why}")
@@ -82,7 +87,7 @@ class Part:
                     raise NotDone(f"client {rank} has waited {seconds:g} s for client {names}", late=True)
                 self._changed.wait(min(left, _LOOK_SECONDS))
             self.ledger.pulled(rank, active)
-            return self.ledger.version, self.values.read(asked, into)
+            return self.ledger.version, self.values.read(asked, into, device)
 
     def read(self, values: Callable[[], list[Tensor]], seconds: float) -> tuple[int, list[Tensor]]:
         """Returns the version, and what `values` gives, between two updates."""
@@ -94,6 +99,7 @@ class Part:
         that cannot be taken."""
         gradients = self.values.decoded(raw)
         bad = self.values.problem(gradients)
+        raw = raw if self._keeping.directory is None else on_host(raw)
         about = {"rank": rank, "sequence": push.sequence, "version": push.version, "untouched": push.untouched}
         about |= {"count": push.count, "ticket": push.ticket, "note": push.note}
         gradient = _gradient(about, incarnation, gradients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.server.follower import Follower
@@ -31,7 +32,9 @@ class Reading:
     def leave(self, rank: int, lost: bool) -> None:
         """Does nothing: the weights know their clients."""
 
-    def pull(self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor]) -> tuple[int, list[Tensor]]:
+    def pull(
+        self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor], device: torch.device
+    ) -> tuple[int, list[Tensor]]:
         """Returns version and values of rows; nobody waits, since who reads them has pulled the weights."""
         if why := self.values.wrong(asked[0]):
             raise NotDone(f"client {rank} asks for {why}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.device import CPU
 from shoal.optim.fused.optimizer import OptimizerFactory
 
 
@@ -29,10 +30,14 @@ class RowStore:
             if isinstance(value, Tensor) and value.shape == self._touched.shape:  # what the optimizer begins with
                 self.state[key] = value[0, 0].expand_as(values).clone()
 
+    def at(self, index: Tensor) -> Tensor:
+        """Returns the values of the rows at `index` (int64 [n])."""
+        return self.values[index.to(self.values.device)]
+
     @torch.no_grad()
     def step(self, index: Tensor, gradients: Tensor) -> None:
         """Updates the rows at `index` (int64 [n], each once) with their gradients [n, width]."""
-        touched, state = self._touched, self.optimizer.state[self._touched]
+        touched, state, index = self._touched, self.optimizer.state[self._touched], index.to(self.values.device)
         touched.data, touched.grad = self.values[index], gradients
         state.update({key: values[index] for key, values in self.state.items()})
         self.optimizer.step()
@@ -46,6 +51,12 @@ class RowStore:
     def counters(self) -> dict[str, Any]:
         """What the optimizer keeps of all rows together, by key."""
         return {key: value for key, value in self._kept.items() if key not in self.state}
+
+    @property
+    def counts_on(self) -> torch.device:
+        """Where counters are that are tensors."""
+        group = self.optimizer.param_groups[0]
+        return self.values.device if group.get("fused") or group.get("capturable") else CPU
 
     def count_on(self, counters: Mapping[str, Any]) -> None:
         """Goes on with other counters."""

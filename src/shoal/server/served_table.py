@@ -28,14 +28,15 @@ from shoal.checkpoint.writer import Writer
 from shoal.chunks.exact import exact_sum
 from shoal.comm import World
 from shoal.comm.reductions import finish
+from shoal.device import CPU, is_accelerator
 from shoal.elastic.records import Malformed
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.parallel.layout import Box
 from shoal.server.row_store import RowStore
-from shoal.server.sessions import Form
+from shoal.server.sessions import Form, same_kind
 from shoal.server.shares import Rows, Share
 from shoal.server.sharing import KEPT
-from shoal.server.table import not_here, not_once, summed
+from shoal.server.table import memory_of_rows, not_here, not_once, summed
 
 BLOCKS = 512
 """Blocks of neighbouring rows into which a table is cut, at most: each is a box in a checkpoint."""
@@ -47,16 +48,19 @@ Pushed = tuple[Tensor, Tensor]
 
 
 class ServedTable:
-    """The rows that the server `share` has of the parameter `name`, whose first values are `whole` [rows, width].
+    """The rows that the server `share` has, on `device`, of the parameter `name`, whose first values are `whole` [rows,
+    width].
 
     optimizer: leaves a row alone whose gradient is zero (see optim.groups.moves_untouched).
     """
 
-    def __init__(self, name: str, whole: Tensor, optimizer: OptimizerFactory, share: Share) -> None:
-        self.name, self._share = name, share
+    def __init__(
+        self, name: str, whole: Tensor, optimizer: OptimizerFactory, share: Share, device: torch.device = CPU
+    ) -> None:
+        self.name, self._share, self.device = name, share, device
         (rows, self._width), self._dtype = whole.shape, whole.dtype
         self.places = Rows(rows, share.count, -(-rows // BLOCKS))
-        values = whole.new_zeros(self.places.size(share.index), self._width)
+        values = whole.new_zeros(self.places.size(share.index), self._width, device=device)
         for index, first, length in self.places.stretches(share.index):
             values[index : index + length] = whole[first : first + length]
         self._store = RowStore(values, optimizer)
@@ -75,13 +79,13 @@ class ServedTable:
     def room(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for the gradients of some rows. Raises Malformed where `forms` are none."""
         count = forms[0].numel
-        if list(forms) != [Form(torch.int64, count), Form(self._dtype, count * self._width)]:
+        if not same_kind(forms, [Form(torch.int64, count), Form(self._dtype, count * self._width)]):
             raise Malformed(f"{list(forms)[:3]}, which are no rows of {self._width} and their gradients")
         return self._memory(forms)
 
     def decoded(self, raw: Sequence[Tensor]) -> Pushed:
-        """Returns rows and their gradients."""
-        return raw[0].view(torch.int64), raw[1].view(self._dtype).view(-1, self._width)
+        """Returns rows, on the CPU, and their gradients."""
+        return raw[0].view(torch.int64), raw[1].to(self.device).view(self._dtype).view(-1, self._width)
 
     def problem(self, pushed: Pushed) -> str:
         """Returns why no update can be made of these gradients, or ""."""
@@ -95,7 +99,7 @@ class ServedTable:
     def mean(self, pushes: Sequence[Pushed], counts: Sequence[float]) -> None:
         """Computes the mean of gradients, weighted by `counts`, in which a row that one has not counts as zero. Of
         equal counts it has the bits of the same sum of whole gradients."""
-        rows = torch.cat([each for each, _ in pushes])
+        rows = torch.cat([each for each, _ in pushes]).to(self.device)
         if len(set(counts)) == 1:
             self._rows, total = summed(rows, torch.cat([each for _, each in pushes]))
             self._mean = finish(total, "avg", len(pushes))
@@ -131,7 +135,7 @@ class ServedTable:
     def read(self, rows: Tensor) -> Tensor:
         """Returns the values of rows."""
         _, index = self.places.place(rows)
-        return self._store.values[index]
+        return self._store.at(index)
 
     def save(self, folder: Path, step: int, group: Mapping[str, Any]) -> None:
         """Writes a checkpoint of these rows into `folder`. `group`: the options of the optimizer, as a checkpoint has
@@ -142,7 +146,7 @@ class ServedTable:
             pieces.append(Piece(f"count.{key}", (), Box((), ()), torch.as_tensor(value)))
         groups = [{**group, "members": [self.name]}] if self._share.index == 0 else []
         writer = Writer(folder / FOLDER / self.name, World.single(), KEPT)
-        writer.save(step, pieces, {"groups": groups, "optim": {}}, wait=True, copy=False)
+        writer.save(step, pieces, {"groups": groups, "optim": {}}, wait=True, copy=is_accelerator(self.device))
         writer.close()
 
     def _pieces(self, name: str, tensor: Tensor) -> list[Piece]:
@@ -182,7 +186,7 @@ class ServedTable:
             shape = (self.places.count, self._width)
             load(path, [Want(name, shape, box, each) for name, each in found.items()])
             for name, values in found.items():
-                into[name][index[here]] = values[here]
+                into[name][index[here].to(self.device)] = values[here.to(self.device)]
 
     def _load_counters(self, path: Path, before: str) -> None:
         found = {key: torch.zeros_like(torch.as_tensor(value)) for key, value in self._store.counters.items()}
@@ -204,7 +208,7 @@ class ServedTable:
     def _memory(self, forms: Sequence[Form]) -> list[Tensor]:
         if forms[0].numel > self.places.count:
             raise Malformed(f"{forms[0].numel:,} rows of a table of {self.places.count:,}")
-        return [torch.empty(form.numel, dtype=form.dtype) for form in forms]
+        return memory_of_rows(forms, self.device)
 
 
 def gather(tables: Sequence[ServedTable], parts: Sequence[Path], step: int, directory: Path, keep: int) -> None:

@@ -16,6 +16,7 @@ from shoal.checkpoint.pieces import Piece, Want
 from shoal.checkpoint.reader import load, newest, tensor_shapes
 from shoal.checkpoint.writer import Writer
 from shoal.comm import World
+from shoal.device import CPU, is_accelerator, to_device
 from shoal.elastic.records import Malformed
 from shoal.errors import CheckpointError, UserError
 from shoal.optim.fused.optimizer import OptimizerFactory
@@ -23,7 +24,7 @@ from shoal.parallel.layout import Box
 from shoal.server.ledger import Gradient, Update
 from shoal.server.row_store import RowStore
 from shoal.server.scaled import at_rate
-from shoal.server.sessions import Form
+from shoal.server.sessions import Form, memory, same_kind
 from shoal.server.shares import Rows, Share
 from shoal.server.sharing import KEPT
 
@@ -35,11 +36,13 @@ class Table:
     """`rows` rows of `width` numbers.
 
     fill: returns the first values of the rows that it is given (int64), as [rows, width]; None for zeros.
+    on_host: keep rows and the optimizer's state of them in the host's memory, also where the server has an accelerator.
     """
 
     rows: int
     width: int
     fill: Callable[[Tensor], Tensor] | None = None
+    on_host: bool = False
 
     @classmethod
     def of(cls, weight: Tensor) -> Table:
@@ -50,28 +53,32 @@ class Table:
 
 
 class TableRows:
-    """The rows of `table` that the server `share` has, fp32, under `optimizer` (see RowStore)."""
+    """The rows of `table` that the server `share` has, fp32 on `device`, under `optimizer` (see RowStore)."""
 
-    def __init__(self, table: Table, optimizer: OptimizerFactory, share: Share) -> None:
+    def __init__(self, table: Table, optimizer: OptimizerFactory, share: Share, device: torch.device = CPU) -> None:
         self._table, self._share = table, share
+        self.device = CPU if table.on_host else device
+        self._beside = device  # where gradients come from an accelerator
         self._rows = Rows(table.rows, share.count)
-        values = torch.zeros(self._rows.size(share.index), table.width)
+        values = torch.zeros(self._rows.size(share.index), table.width, device=self.device)
         for start in range(0, len(values) if table.fill else 0, _FILLED_AT_ONCE):
             assert table.fill is not None
             some = slice(start, start + _FILLED_AT_ONCE)
-            values[some] = table.fill(self._rows.of(share.index, some))
+            values[some] = table.fill(self._rows.of(share.index, some)).to(self.device)
         self._store = RowStore(values, optimizer)
 
     def room(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for the gradients of some rows. Raises Malformed where `forms` are none."""
         count = forms[0].numel if forms else 0
-        if list(forms) != [Form(torch.int64, count), Form(torch.float32, count * self._table.width)]:
+        wanted = [Form(torch.int64, count), Form(torch.float32, count * self._table.width)]
+        if not same_kind(forms, wanted):
             raise Malformed(f"{list(forms)[:3]}, which are no rows of {self._table.width} and their gradients")
         return self._memory(forms)
 
     def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]:
-        """Returns rows and their gradients."""
-        return [raw[0].view(torch.int64), raw[1].view(torch.float32).view(-1, self._table.width)]
+        """Returns rows, on the CPU, and their gradients."""
+        gradients = raw[1].to(self.device).view(torch.float32)
+        return [raw[0].view(torch.int64), gradients.view(-1, self._table.width)]
 
     def problem(self, gradients: Sequence[Tensor]) -> str:
         """Returns why no update can be made of these gradients, or ""."""
@@ -85,7 +92,10 @@ class TableRows:
     def update(self, update: Update) -> None:
         """Updates the rows that have gradients with their mean over all pushes, in which others count as zero."""
         parts = [each.tensors for each in update.gradients]
-        rows, total = parts[0] if len(parts) == 1 else summed(*map(torch.cat, zip(*parts, strict=True)))
+        rows, total = parts[0]
+        if len(parts) > 1:
+            all_rows, gradients = map(torch.cat, zip(*parts, strict=True))
+            rows, total = summed(all_rows.to(self.device), gradients)
         if not len(rows):
             return
         _, index = self._rows.place(rows)
@@ -101,10 +111,11 @@ class TableRows:
             raise Malformed(f"{list(forms)[:3]}, which are no numbers of rows")
         return self._memory(forms)
 
-    def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]:
-        """Returns the values of rows, whose numbers have been found right."""
+    def read(self, asked: Sequence[Tensor], into: list[Tensor], device: torch.device) -> list[Tensor]:
+        """Returns the values of rows, whose numbers have been found right; on `device`, if that is an accelerator."""
         _, index = self._rows.place(asked[0])
-        return [self._store.values[index]]
+        found = self._store.at(index)
+        return [to_device(found, device) if is_accelerator(device) else found]
 
     def wrong(self, asked: Sequence[Tensor]) -> str:
         """Returns why these rows cannot be read, or ""."""
@@ -119,7 +130,8 @@ class TableRows:
         pieces = [Piece(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in tensors.items()]
         about = {**extra, "count": plain, "table": [self._table.rows, self._table.width], "share": self._index()}
         writer = Writer(directory, World.single(), KEPT)
-        writer.save(int(extra["server"]["version"]), pieces, about, wait=True, copy=False)
+        on_device = is_accelerator(self.device)
+        writer.save(int(extra["server"]["version"]), pieces, about, wait=True, copy=on_device)
         writer.close()
 
     def load(self, directory: Path) -> dict[str, Any]:
@@ -133,7 +145,8 @@ class TableRows:
         for name, shape in tensor_shapes(path).items():
             kind, _, key = name.partition(".")
             if kind != "rows":
-                into[name] = torch.zeros(shape)
+                place = self.device if kind == "optim" else self._store.counts_on
+                into[name] = torch.zeros(shape, device=place)
                 (self._store.state if kind == "optim" else counters)[key] = into[name]
         extra = load(
             path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()]
@@ -156,7 +169,8 @@ class TableRows:
         if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != [index, count]:
             raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
         shapes = tensor_shapes(path)
-        counters = {name: torch.zeros(shape) for name, shape in shapes.items() if name.startswith("count.")}
+        counting = {name: shape for name, shape in shapes.items() if name.startswith("count.")}
+        counters = {name: torch.zeros(shape, device=self._store.counts_on) for name, shape in counting.items()}
         load(
             path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in counters.items()]
         )
@@ -171,7 +185,7 @@ class TableRows:
             found = {name: torch.empty(box.sizes) for name in into if name in shapes}
             load(path, [Want(name, shapes[name], box, each) for name, each in found.items()])
             for name, values in found.items():
-                into[name][place[mine]] = values[mine]
+                into[name][place[mine].to(self.device)] = values[mine].to(self.device)
         return extra
 
     def to_json(self) -> dict[str, object]:
@@ -187,10 +201,17 @@ class TableRows:
     def _memory(self, forms: Sequence[Form]) -> list[Tensor]:
         if forms[0].numel > self._table.rows:
             raise Malformed(f"{forms[0].numel:,} rows of a table of {self._table.rows:,}")
-        return [torch.empty(form.numel, dtype=form.dtype) for form in forms]
+        return memory_of_rows(forms, self._beside)
 
     def _not_here(self, rows: Tensor) -> str:
         return not_here(rows, self._rows, self._share.index)
+
+
+def memory_of_rows(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+    """Returns memory for the numbers of rows, on the CPU, where they are looked at, and for their gradients, if there
+    are any, on the accelerator `device` where they come from one."""
+    numbers, *gradients = forms
+    return [torch.empty(numbers.numel, dtype=numbers.dtype), *memory(gradients, device)]
 
 
 def not_here(rows: Tensor, places: Rows, server: int) -> str:
@@ -212,4 +233,7 @@ def not_once(rows: Tensor) -> str:
 def summed(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each of `rows` once, in ascending order, with the sum of its gradients, added in the order given."""
     once, place = torch.unique(rows, return_inverse=True)
-    return once, gradients.new_zeros(len(once), gradients.shape[1]).index_add_(0, place, gradients)
+    total = gradients.new_zeros(len(once), gradients.shape[1])
+    if is_accelerator(gradients.device):  # where index_add_ adds in any order, and this sorts
+        return once, total.index_put_((place,), gradients, accumulate=True)
+    return once, total.index_add_(0, place, gradients)

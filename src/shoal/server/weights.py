@@ -19,6 +19,7 @@ from shoal.chunks import sum_of_squares
 from shoal.chunks.exact import value_of
 from shoal.comm import World
 from shoal.comm.reductions import finish
+from shoal.device import CPU, is_accelerator
 from shoal.elastic.records import Malformed
 from shoal.engine import Engine
 from shoal.module.batchnorm import RunningStatistics
@@ -30,14 +31,14 @@ from shoal.server.layout import Layout
 from shoal.server.ledger import Gradient, Update
 from shoal.server.scaled import at_rate
 from shoal.server.served_table import Pushed, ServedTable, gather
-from shoal.server.sessions import Form
+from shoal.server.sessions import Form, memory, same_kind
 from shoal.server.sharing import KEPT, shared_checkpoint
 
 T = TypeVar("T")
 
 
 class Weights:
-    """The weights of `engine`; gradients come encoded by the codec `option`.
+    """The weights of `engine`, on its device; gradients come encoded by the codec `option`.
 
     clip: the largest norm of an update's gradient.
     kept: checkpoints that are kept. about: returns what they record beside the server's state.
@@ -75,8 +76,9 @@ class Weights:
         option: Option,
         schedule: Schedule | None = None,
         param_groups: GroupRule | None = None,
+        device: torch.device = CPU,
     ) -> Weights:
-        """Holds the weights of `module` under `optimizer`, as in `shoal.Engine`."""
+        """Holds the weights of `module` under `optimizer`, as in `shoal.Engine`, on `device`."""
         engine = Engine(
             module,
             _no_loss,
@@ -86,31 +88,34 @@ class Weights:
             microbatch=1,
             schedule=schedule,
             param_groups=param_groups,
-            world=World.single(),
+            world=World.single(device),
         )
         return cls(engine, option)
 
     def room(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for a push of these forms. Raises Malformed where no push has them."""
         whole, pairs = list(forms[: len(self._pushed)]), _pairs(forms[len(self._pushed) :])
-        if whole != self._pushed or len(forms) != len(whole) + 2 * len(self.tables):
+        if not same_kind(whole, self._pushed) or len(forms) != len(whole) + 2 * len(self.tables):
             raise Malformed(f"a gradient in {len(forms)} tensors that do not fit these weights")
         rows = [each for table, pair in zip(self.tables, pairs, strict=True) for each in table.room(pair)]
         try:
             return [*self._free.pop(), *rows]  # several threads may ask
         except IndexError:
-            return [*(torch.empty(form.numel, dtype=form.dtype) for form in whole), *rows]
+            return [*memory(whole, self.device), *rows]
 
     def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradients of a push, flat as the chunks, what it adds to statistics, and of each table rows and
-        their gradients; without a codec they are views of it."""
-        beside = [each.view(torch.float64) for each in raw[len(self.layout.trained) : len(self._pushed)]]
+        their gradients; without a codec they are views of it where it is on the device. They are decoded there, so that
+        the journal gives the same bits."""
         pushed = zip(self.tables, _pairs(raw[len(self._pushed) :]), strict=True)
+        raw = [each.to(self.device) for each in raw[: len(self._pushed)]]
+        beside = [each.view(torch.float64) for each in raw[len(self.layout.trained) :]]
         beside += [each for table, pair in pushed for each in table.decoded(pair)]
         pairs = list(zip(self.layout.trained, raw, strict=False))
         if self._codec.lossless:
             return [data.view(stretch.grad_form.dtype) for stretch, data in pairs] + beside
-        found = [torch.empty(stretch.numel, dtype=stretch.grad_dtype) for stretch, _ in pairs]
+        device = self.engine.device
+        found = [torch.empty(stretch.numel, dtype=stretch.grad_dtype, device=device) for stretch, _ in pairs]
         for (_, data), out in zip(pairs, found, strict=True):
             self._codec.decode(data, out)
         return found + beside
@@ -152,6 +157,10 @@ class Weights:
         return torch.stack([whole, *(table.squares() for table in self.tables)]).sum(0)
 
     @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
     def clips(self) -> bool:
         return self._clip is not None
 
@@ -166,6 +175,7 @@ class Weights:
     def apply(self, update: Update, factor: Tensor) -> None:
         """Makes the update with `factor` times the mean that was computed."""
         engine, first, rest = self.engine, update.gradients[0], update.gradients[1:]
+        factor = factor.to(engine.device)
         for each in update.gradients if self.layout.statistics else ():  # as if their forwards had come one by one
             self._statistics.begin()
             self._statistics.commit(each.tensors[len(self.layout.trained)])
@@ -181,7 +191,7 @@ class Weights:
         if engine.scheduler is not None:
             engine.scheduler.step()
         engine.step_index += 1
-        if self._codec.lossless:  # the gradients are the memory in which they came
+        if self._codec.lossless and not is_accelerator(engine.device):  # they are the memory in which they came
             self._free += [each.tensors[: len(self._pushed)] for each in update.gradients]
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
@@ -194,9 +204,10 @@ class Weights:
         """Returns "": weights are read whole."""
         return ""
 
-    def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]:
-        """Returns weights and statistics, in the memory that an earlier call has returned where it is given."""
-        into = into or [torch.empty(form.numel, dtype=form.dtype) for form in self.layout.pulled()]
+    def read(self, asked: Sequence[Tensor], into: list[Tensor], device: torch.device) -> list[Tensor]:
+        """Returns weights, on `device`, and statistics, in the memory that an earlier call has returned where it is
+        given."""
+        into = into or self.layout.weights_on(device)
         for chunk, room in zip(self._chunks, into, strict=False):
             room.copy_(chunk.data)
         if self.layout.statistics:

@@ -146,6 +146,8 @@ class Group(dist.ProcessGroup):
         self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
         self._coalesced: list[Call] | None = None
         self._under_way: set[Work] = set()
+        self._awaited: set[Path] = set()  # what messages of other ranks put where, and has not come
+        self._aborted = False
         _groups.append(self)
 
     def path(self, *parts: Any) -> Path:
@@ -181,7 +183,12 @@ class Group(dist.ProcessGroup):
     def shutdown(self) -> None:
         self._under_way.clear()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Cuts messages under way short, on this rank alone: their memory keeps what is there."""
+        self._aborted = True
+        for path in list(self._awaited):
+            path.touch()
+        self.shutdown()
 
     # ---- collectives ----
 
@@ -309,6 +316,7 @@ class Group(dist.ProcessGroup):
         """Done when the other one receives: NCCL's sends need not be buffered."""
         name, here = self._pair(self._rank, to)
         post, others = self.path(*here, "data"), {to: self.path(*here, "ready")}
+        self._awaited.update(others.values())
         return self._run(Call(_described("message", tensors), post, tensors, others, [], _nothing), name)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int = 0) -> Work:
@@ -318,6 +326,7 @@ class Group(dist.ProcessGroup):
             _copy(out, posts[of])
 
         post, others = self.path(*here, "ready"), {of: self.path(*here, "data")}
+        self._awaited.update(others.values())
         return self._run(Call(_described("message", tensors), post, [], others, tensors, finish), name)
 
     def _pair(self, source: int, target: int) -> tuple[str, tuple[str, int]]:
@@ -381,6 +390,9 @@ class Group(dist.ProcessGroup):
         return Work(tensors, stream, host_waits, self._under_way)
 
     def _finish(self, call: Call, written: list[Tensor]) -> None:
+        self._awaited.difference_update(call.others.values())
+        if self._aborted:
+            return
         posts: dict[int, list[Tensor]] = {}
         for rank, path in call.others.items():
             if not path.exists():

@@ -6,14 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.data import Cursor
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Run, Train
 from shoal.jobs.read import load_job
+from shoal.jobs.served import devices
 from shoal.jobs.served.policy import policy_of, samples_of
 from shoal.jobs.served.settings import check_served, shares
 from shoal.jobs.served.table import Server
+from shoal.launch.identity import SINGLE
 from shoal.plan import Plan
 from shoal.server import Async, Batch, BoundedStaleness, Sync
 
@@ -34,6 +37,27 @@ JOB = Job(model={"name": "mlp"}, train=Train(steps=1, global_batch=4))
 def test_the_policy_that_is_named(server, policy, count):
     job = replace(JOB, server=server)
     assert policy_of(job, 3) == policy and shares(job, 3) == count
+
+
+@pytest.mark.parametrize(
+    "there, workers, expected",
+    [
+        (0, 2, ["cpu", "cpu"]),
+        (2, 2, ["cpu", "cpu"]),
+        (3, 2, ["cuda:2", "cpu"]),
+        (8, 3, ["cuda:3", "cuda:4"]),
+    ],
+)
+def test_servers_have_the_accelerators_that_workers_leave(monkeypatch, there, workers, expected):
+    found = [torch.device("cuda", index) for index in range(there)]
+    monkeypatch.setattr(devices, "accelerators", lambda: found)
+    monkeypatch.setattr(devices, "own_device", lambda asked, index, count: (str(asked), index, count))
+    places = [replace(SINGLE, size=workers, serves=index, servers=("a:1", "b:1")) for index in range(2)]
+    assert [devices.device_of_server(JOB, place)[0] for place in places] == expected
+    asked = replace(JOB, server=Server(device="cuda"))
+    assert [devices.device_of_server(asked, place) for place in places] == [("cuda", 0, 2), ("cuda", 1, 2)]
+    taken = {devices.device_of_worker(replace(SINGLE, rank=rank, size=workers)) for rank in range(workers)}
+    assert taken == (set(found[:workers]) or {None}) and not {str(each) for each in taken} & {*expected} - {"cpu"}
 
 
 @pytest.mark.parametrize(

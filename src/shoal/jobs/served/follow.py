@@ -6,13 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from shoal.comm import World
 from shoal.errors import LaunchError
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Sizes, settle
 from shoal.jobs.config import Job, Origins
+from shoal.jobs.served.devices import device_of_server
 from shoal.jobs.served.settings import check_served
 from shoal.jobs.served.several import line_of, part_path, share_of, timeout_of
 from shoal.jobs.served.tables import tables_of
@@ -34,9 +33,9 @@ def follow(job: Job, origins: Origins, place: Identity) -> int:
     assert place.serves
     settled, run_dir = settle(job, origins, Sizes(1, 1)), Path(job.run.dir)
     tables, share = tables_of(settled), Share(place.serves, len(place.servers))
-    model = share_of(settled, share.index, share.count, tables)
-    engine = make_engine(settled.job, model, settled.total, World.single(torch.device("cpu")))
-    weights = Weights(engine, job.server.codec or "fp32", tables=tables.served(share))
+    model, device = share_of(settled, share.index, share.count, tables), device_of_server(job, place)
+    engine = make_engine(settled.job, model, settled.total, World.single(device))
+    weights = Weights(engine, job.server.codec or "fp32", tables=tables.served(share, device))
     follower = Follower(
         weights, part_path(run_dir, place.serves), bool(job.server.durable), line_of(run_dir, len(place.servers))
     )

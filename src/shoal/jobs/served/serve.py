@@ -15,6 +15,7 @@ import torch
 
 from shoal.comm import World
 from shoal.data import Cursor
+from shoal.device import hardware_name
 from shoal.errors import CheckpointError, ShoalError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
@@ -24,6 +25,7 @@ from shoal.jobs.config import Job, Origins, describe, put
 from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.record import Recorder
+from shoal.jobs.served.devices import device_of_server
 from shoal.jobs.served.policy import policy_of
 from shoal.jobs.served.settings import check_served, shares
 from shoal.jobs.served.several import JOURNALS, Line, part_path, share_of, spread_weights
@@ -61,7 +63,7 @@ def serve(job: Job, origins: Origins, place: Identity) -> Outcome:
     if job.server.policy is None:
         job, origins = put(job, origins, "server", policy="async")
     settled = settle(job, origins, Sizes(1, 1))
-    world = World.single(torch.device("cpu"))
+    world = World.single(device_of_server(job, place))
     with signals() as received, locked(Path(job.run.dir), world.everyone):
         return _Serving(settled, world, place, received).to_its_end()
 
@@ -84,7 +86,7 @@ class _Serving:
         def user() -> Mapping[str, Any]:
             return {"seconds": self._before + time.monotonic() - self._began, "job": remembered}
 
-        line, served = Line.found(job, restored, checkpoint, len(place.servers)), tables.served(share)
+        line, served = Line.found(job, restored, checkpoint, len(place.servers)), tables.served(share, engine.device)
         if checkpoint is not None:
             for table in served:
                 table.load(checkpoint)
@@ -199,7 +201,7 @@ class _Serving:
     def _about(self, world: World, parameters: int) -> RunRecord:
         return RunRecord(
             host=world.host,
-            device=f"CPU ({platform.machine()})",
+            device=hardware_name(world.device) or f"CPU ({platform.machine()})",
             world=self._workers,
             versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
             parameters=parameters,

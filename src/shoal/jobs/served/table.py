@@ -23,6 +23,7 @@ class Server:
     restarts: how often the launcher starts a server, or each worker, again that was killed or has crashed; 3.
     durable: wait for the disk before a gradient is acknowledged, so that it also survives the host; false.
     tables: weights of embeddings that are served by rows, by name; those of sparse gradients.
+    device: "cpu", or an accelerator that has the weights; one that is left when each worker has its own, else "cpu".
     """
 
     policy: str | None = None
@@ -34,6 +35,7 @@ class Server:
     restarts: int | None = None
     durable: bool | None = None
     tables: list[str] | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         kind, _ = self.kind

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from shoal.errors import UserError, in_section
 from shoal.jobs.automatic import without_values
 from shoal.jobs.choose import Settled
@@ -33,15 +35,15 @@ class Tables:
         made = without_tables(model.factory, dict.fromkeys(self.names), rows, self.numbers.model)
         return replace(model, factory=made)
 
-    def served(self, share: Share) -> list[ServedTable]:
-        """Returns what server `share` has of each table, with the values that a run begins with."""
+    def served(self, share: Share, device: torch.device) -> list[ServedTable]:
+        """Returns what server `share` has of each table, on `device`, with the values that a run begins with."""
         if not self.names:
             return []
         train = self.settled.job.train
         built = build(self.settled.model.factory, train.seed)
         optimizer = partial(make_optimizer, optimizer_named(train.optimizer, train.lr))
         return [
-            ServedTable(name, built.value(name, weight).to(self.numbers.master), optimizer, share)
+            ServedTable(name, built.value(name, weight).to(self.numbers.master), optimizer, share, device)
             for name, weight in built.module.named_parameters()
             if name in self.names
         ]

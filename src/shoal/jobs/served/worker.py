@@ -14,15 +14,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm import World
 from shoal.data import Batch, Cursor
 from shoal.data.loader import stack_samples
-from shoal.device import accelerators
+from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import FIRST_LOOK
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.served.devices import device_of_worker
 from shoal.jobs.served.policy import samples_of
 from shoal.jobs.served.settings import check_served, shares
+from shoal.jobs.served.several import timeout_of
 from shoal.jobs.served.table import SYNC
 from shoal.jobs.served.tables import tables_of
 from shoal.launch.identity import Identity
@@ -34,7 +36,6 @@ from shoal.server.link import About
 from shoal.server.messages import END, EVALUATE, TRAIN
 
 ASK_SECONDS = 10.0
-TIMEOUT = 300.0
 
 
 class Still(torch.optim.Optimizer):
@@ -51,10 +52,12 @@ def work(job: Job, origins: Origins, place: Identity) -> int:
     """Trains as worker `place.rank` of a job; returns the number of the signal that ended it, 0 for none."""
     check_served(job, place.size)
     settled = settle(job, origins, Sizes(1, 1))
-    found = accelerators()
-    worker = _Worker(settled, place.size, found[place.rank % len(found)] if found else None)
-    timeout = TIMEOUT if job.server.timeout is None else job.server.timeout
-    with signals() as received, connect(place.servers, rank=place.rank, timeout=timeout) as client:
+    device, timeout = device_of_worker(place), timeout_of(job)
+    worker = _Worker(settled, place.size, device)
+    with signals() as received, connect(place.servers, rank=place.rank, timeout=timeout, device=device) as client:
+        direct = sum(map(is_accelerator, client.devices))
+        where = {0: "by the host's memory", len(client.devices): "from device to device"}
+        print(f"on {worker.engine.device}; weights and gradients go {where.get(direct, 'both ways')}", flush=True)
         worker.to_the_end(client, received)
     worker.engine.close()
     return received[0] if received else 0

@@ -8,6 +8,17 @@ from shoal.server.sessions.address import Address, key_of_token
 from shoal.server.sessions.beside import accelerator
 from shoal.server.sessions.listener import Listener
 from shoal.server.sessions.opening import call
-from shoal.server.sessions.session import Form, Session, SessionLost
+from shoal.server.sessions.session import Form, Session, SessionLost, memory, same_kind
 
-__all__ = ["Address", "Form", "Listener", "Session", "SessionLost", "accelerator", "call", "key_of_token"]
+__all__ = [
+    "Address",
+    "Form",
+    "Listener",
+    "Session",
+    "SessionLost",
+    "accelerator",
+    "call",
+    "key_of_token",
+    "memory",
+    "same_kind",
+]

@@ -42,6 +42,9 @@ class Carrier(Protocol):
     def fill(self, flat: Tensor) -> None:
         """Reads the next raw tensor, which must have as many bytes, into `flat`."""
 
+    def gone(self) -> bool:
+        """Returns whether the other end has hung up, without waiting; for the thread that uses it."""
+
     def end(self) -> None:
         """Ends both directions, from any thread; who waits at either end fails."""
 
@@ -90,6 +93,9 @@ class Stream:
         for piece in _pieces([flat]):
             fill(self._end, piece, time.monotonic() + self._seconds)
 
+    def gone(self) -> bool:
+        return hung_up(self._end)
+
     def end(self) -> None:
         with suppress(OSError):  # the other end has closed it already
             self._end.shutdown(socket.SHUT_RDWR)
@@ -102,6 +108,17 @@ class Stream:
 def bytes_of(flat: Tensor) -> memoryview:
     """Returns the bytes of a contiguous 1-D tensor, to be read and written."""
     return flat.view(torch.uint8).numpy().data
+
+
+def hung_up(end: socket.socket) -> bool:
+    """Returns whether the other side of a connection has closed it; it reads nothing, and leaves no time-out."""
+    end.setblocking(False)
+    try:
+        return not end.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _cut(flat: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from shoal.comm.shm_segment import Meet, Segment, open_segment
 from shoal.comm.shm_watch import Look
 from shoal.elastic.records import Malformed
 from shoal.native import library
-from shoal.server.sessions.carriers import BODY_SECONDS, MOST_BODY
+from shoal.server.sessions.carriers import BODY_SECONDS, MOST_BODY, hung_up
 
 _MOVED, _LATE, _GONE, _PARTLY = 0, -1, -2, -16  # as in native/pipe.c
 
@@ -76,6 +76,9 @@ class Memory:
             self._watch.limit = self._seconds
             span = (ctypes.c_int64 * 2)(flat.data_ptr(), size)
             self._check(view, self._c.shoal_pipe_fill(view.address, span, 1))
+
+    def gone(self) -> bool:
+        return hung_up(self._end)
 
     def end(self) -> None:
         view = self._view  # another thread may close it: the memory stays until this returns

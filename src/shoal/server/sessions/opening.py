@@ -121,7 +121,7 @@ def call(
         if opened.port and device is not None:
             patience = timedelta(seconds=HELLO_SECONDS)
             store = TCPStore(address.host, opened.port, is_master=False, wait_for_workers=False, timeout=patience)
-            beside = Beside(store, stream.key, 1, device, seconds)
+            beside = Beside(store, stream.key, 1, device, seconds, carrier.gone)
         return Session(carrier, reads, peer, beside)
     except hello.Stranger as error:
         end.close()
@@ -155,7 +155,7 @@ def answer(
     stream.send(encode(Opened(shared, 0 if store is None else store.port)), ())
     carrier, beside = _carried(stream, end, shared, 0, seconds), None
     if store is not None and meeting is not None:
-        beside = Beside(store, stream.key, 0, meeting.device, seconds)
+        beside = Beside(store, stream.key, 0, meeting.device, seconds, carrier.gone)
     return Session(carrier, reads, peer, beside)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.device import CPU
 from shoal.elastic.records import Malformed, decode, encode
 from shoal.errors import LaunchError
 from shoal.server.sessions.beside import Beside
@@ -45,8 +46,19 @@ class Form(NamedTuple):
         return cls(tensor.dtype, tensor.numel(), not tensor.is_cpu)
 
 
+def same_kind(forms: Sequence[Form], others: Sequence[Form]) -> bool:
+    """Returns whether tensors are of the same dtypes and sizes, whichever way they come."""
+    return [form[:2] for form in forms] == [form[:2] for form in others]
+
+
+def memory(forms: Sequence[Form], device: torch.device | None) -> list[Tensor]:
+    """Returns memory for tensors that come beside, on the accelerator `device`, and for others, on the CPU."""
+    return [torch.empty(form.numel, dtype=form.dtype, device=device if form.beside else CPU) for form in forms]
+
+
 class Session:
-    """One end of a session, for one thread at a time. Tensors are on the CPU, or on the accelerator of `beside`.
+    """One end of a session, for one thread at a time. Tensors on the accelerator of `beside` go from there; all others
+    go by the host's memory, and those on an accelerator are copied.
 
     kinds: the records that may come, by name.
     peer: the name of the other end, for errors.
@@ -61,7 +73,7 @@ class Session:
 
     def send(self, record: Any, *tensors: Tensor) -> None:
         """Sends a record and contiguous tensors. Raises SessionLost."""
-        flats = [tensor.detach().view(-1) for tensor in tensors]
+        flats = [self._on_way(tensor.detach().view(-1)) for tensor in tensors]
         body = encode(record) + b"\n"
         if flats:
             body += _described(flats)
@@ -69,7 +81,7 @@ class Session:
             self._carrier.send(body, [flat for flat in flats if flat.is_cpu])
             for flat in flats:
                 if not flat.is_cpu:
-                    self._device_end().send(flat)
+                    self._end_beside().send(flat)
         except (OSError, RuntimeError) as error:
             raise self._lost(error) from error
 
@@ -90,21 +102,29 @@ class Session:
         return found
 
     def fill(self, *into: Tensor) -> None:
-        """Reads the next raw tensors into these, which are contiguous, of their forms. Raises Malformed
-        where they are not."""
+        """Reads the next raw tensors into these, which are contiguous, of their dtypes and sizes, and on any device.
+        Raises Malformed where they are not."""
         flats = [tensor.view(-1) for tensor in into]
+        rooms = []
         for flat in flats:
-            if not self.forms or self.forms[0] != (flat.dtype, flat.numel(), not flat.is_cpu):
+            if not self.forms or self.forms[0][:2] != (flat.dtype, flat.numel()):
                 raise Malformed(f"{self.forms[:1] or 'no more tensors'} instead of {Form.of(flat)}")
-            del self.forms[0]
-        self._fill([flat for flat in flats if flat.is_cpu])
-        if self._beside is not None:  # they come behind those on the CPU, as they are sent
-            self._fill([flat for flat in flats if not flat.is_cpu])
+            form = self.forms.pop(0)
+            there = self.device if form.beside else CPU
+            rooms.append(flat if flat.device == there else memory([form], self.device)[0])
+        self._fill(rooms)
+        for flat, room in zip(flats, rooms, strict=True):
+            if flat is not room:
+                flat.copy_(room)
 
-    def _fill(self, flats: list[Tensor]) -> None:
+    def _fill(self, rooms: list[Tensor]) -> None:
         try:
-            for flat in flats:
-                (self._carrier if flat.is_cpu else self._device_end()).fill(flat)
+            for room in rooms:
+                if room.is_cpu:
+                    self._carrier.fill(room)
+            for room in rooms:  # they come behind those on the CPU, as they are sent
+                if not room.is_cpu:
+                    self._end_beside().fill(room)
         except (OSError, RuntimeError) as error:
             raise self._lost(error) from error
 
@@ -112,15 +132,15 @@ class Session:
         """Reads all raw tensors into new memory. `forms`: what they must be; who leaves it out has looked."""
         if forms is not None and self.forms != list(forms):
             raise Malformed(f"tensors {self.forms[:4]}, {len(forms)} such as {list(forms)[:4]} were to come")
-        found = [self._room(form) for form in self.forms]
+        found = memory(self.forms, self.device)
         self.fill(*found)
         return found
 
     def skip(self) -> None:
         """Reads what is left of the message, and forgets it."""
         left, self.forms = sorted(self.forms, key=lambda form: form.beside), []
-        for form in left:
-            self._fill([self._room(form)])
+        for form in left:  # one by one: each may be large
+            self._fill(memory([form], self.device))
 
     def end(self) -> None:
         """Ends the session, from any thread; both ends notice at once."""
@@ -134,10 +154,10 @@ class Session:
         if self._beside is not None:
             self._beside.end()
 
-    def _room(self, form: Form) -> Tensor:
-        return torch.empty(form.numel, dtype=form.dtype, device=self.device if form.beside else None)
+    def _on_way(self, flat: Tensor) -> Tensor:
+        return flat if flat.is_cpu or flat.device == self.device else flat.cpu()
 
-    def _device_end(self) -> Beside:
+    def _end_beside(self) -> Beside:
         assert self._beside is not None, "a tensor on an accelerator, which this session has not"
         return self._beside
 
