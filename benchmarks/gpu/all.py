@@ -72,7 +72,7 @@ JOBS = (
     Job("engine", 90, (*TIMES, "--preset", "350m"), (*LITTLE, "--batch", "1", "--no-compile")),
     Job("pipeline", 120, (*TIMES, "--preset", "350m"), (*LITTLE, "--microbatches", "4", "--rows", "1")),
     Job("exchange", 30, (*TIMES, "--mebibytes", "256"), (*TIMES, "--mebibytes", "1", "--rounds", "1")),
-    Job("server", 30, TIMES, (*TIMES, "--mebibytes", "1", "--rounds", "1")),
+    Job("server", 30, TIMES, (*TIMES, "--mebibytes", "1", "--rounds", "1", "--rows", "70000")),
     Job("train", 150, (*TIMES, "--preset", "1.3b"), (*LITTLE, "--tokens", "128", "--no-compile")),
     Job("offload", 200, (*TIMES, "--preset", "1.3b", "--only", "largest"),
         (*TIMES, "--preset", "1m", "--steps", "1", "--tokens", "128", "--only", "rates", "--mebibytes", "1")),
