@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks.gpu.all import JOBS
+from shoal.report.metrics import read_metrics
 from tests.device.simulator import why_not
 from tests.device.simulator.command import simulate_script
 
@@ -25,6 +26,44 @@ def test_what_a_script_checks_holds_on_two_devices(script, tmp_path):
     assert ended.defects == []
     record = json.loads((tmp_path / f"gpu_{script}.json").read_text())
     assert record["hardware"] == "simulated" and all(each["seen"] <= each["allowed"] for each in record["checks"])
+
+
+MLP = """
+model = {name = "mlp", sizes = [2, 16, 3]}
+data = {source = "spirals"}
+train = {steps = 6, global_batch = 63, lr = 1e-2, clip = 0.5}
+server = {policy = "sync", codec = "bf16"}
+"""
+ROWS = """
+model = {name = "hf", config = {model_type = "llama", vocab_size = 257, hidden_size = 16, intermediate_size = 32, \
+num_hidden_layers = 1, num_attention_heads = 2, max_position_embeddings = 16, tie_word_embeddings = false}}
+data = {source = "corpus", sequence = 16, validation = 0.2}
+train = {optimizer = "adagrad", lr = 0.05, weight_decay = 0.0, global_batch = 8, steps = 6, clip = 0.5}
+server = {policy = "sync", tables = ["model.embed_tokens.weight"]}
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("job", [pytest.param(MLP, id="mlp"), pytest.param(ROWS, id="rows")])
+def test_servers_and_workers_of_a_job_have_a_device_each(job, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for number in range(20):
+        lines = "\n".join(f"{i} + {number} = {i + number}" for i in range(20))
+        (tmp_path / f"corpus/{number}.txt").write_text(lines)
+    written = job.replace('"corpus"', f'"{tmp_path}/corpus"') + "run = {trackers = [], eval_every = 3}\n"
+    (tmp_path / "job.toml").write_text(written)
+    seen = []
+    for name, devices in (("devices", 4), ("one", 1)):
+        run_dir = tmp_path / name
+        roles = ["--roles", "ps=2,worker=2", "--set", f"run.dir={run_dir}"]
+        ended = simulate_script(["-m", "shoal.cli", "train", str(tmp_path / "job.toml"), *roles], devices=devices)
+        assert ended.code == 0, ended.output
+        assert ended.defects == []
+        seen.append([step.loss for step in read_metrics(run_dir / "metrics.jsonl").steps])
+        said = [(run_dir / f"logs/worker{number}.log").read_text() for number in range(2)]
+        way = "from device to device" if devices == 4 else "by the host's memory"
+        assert all(f"weights and gradients go {way}" in each for each in said), said
+    assert len(seen[0]) == 6 and seen[0] == pytest.approx(seen[1], rel=1e-4)
 
 
 @pytest.mark.matrix
