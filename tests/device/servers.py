@@ -91,7 +91,7 @@ def both_ends(rank: Rank, codec: str | None) -> Any:
                 _tell(folder / "told", "\n".join(each.address for each in (one, *several, on_cpu)))
                 _until((folder / "done").exists)
             shutil.copytree(folder / "one", folder / "again")  # before it writes a last checkpoint
-        with serving(device, codec, [folder / "again"]) as (again,):
+        with torch.cuda.stream(torch.cuda.Stream(device)), serving(device, codec, [folder / "again"]) as (again,):
             _tell(folder / "restarted", again.address)
             _until((folder / "ended").exists)
         return None
@@ -126,6 +126,7 @@ def both_ends(rank: Rank, codec: str | None) -> Any:
         plain.pull(on_the_cpu)
         answer["client on the CPU"] = close([*on_the_cpu.parameters()], [each.cpu() for each in last.parameters()])
         plain.close()
+        client.push({name: torch.ones_like(each) for name, each in again.named_parameters()}, 0)
     (folder / "ended").touch()
     return answer
 

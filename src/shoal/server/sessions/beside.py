@@ -67,7 +67,6 @@ class Beside:
         self._group = kind.of_two(own, rank, device, patience)
         self._stream: Any = new_stream(device)
         self._meeting: threading.Thread | None = None
-        self._met: Any = None
         self._failed: Exception | None = None
         self._ending = threading.Lock()  # taken once, for good
         self._opened = self._ended = False
@@ -118,7 +117,6 @@ class Beside:
         if self._failed is not None:
             self.end()
             raise ConnectionAbortedError(f"the accelerators have not met: {self._failed}") from self._failed
-        self._until(self._met.query)
         self._opened = True
 
     def _meet(self) -> None:
@@ -130,7 +128,6 @@ class Beside:
                 calls = (self._group.send, self._group.recv)
                 for call in calls if self._rank == 0 else reversed(calls):
                     call(number, 1 - self._rank)
-                self._met = record_event(self.device)
         except Exception as error:
             self._failed = error
 
