@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from shoal.checkpoint import Want, Writer, listing, load, newest, read_manifest, tensor_names, verify
 from shoal.checkpoint.extra import read_extra
@@ -110,6 +111,15 @@ class Trap:
 
     def __reduce__(self) -> tuple:
         return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.fast
+def test_an_index_of_an_early_python_3_11_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a member of an enum is written as getattr(enum, name)."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    save_alone(tmp_path, 1, {"w": torch.ones(3)})
+    assert b"getattr" in (tmp_path / "step-00000001/.metadata").read_bytes()
+    assert list(tensor_names(tmp_path / "step-00000001")) == ["w"]
 
 
 @pytest.mark.fast

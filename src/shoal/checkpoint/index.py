@@ -43,8 +43,10 @@ _IGNORED = (
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
+    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 write a member of an enum as getattr(enum, name)
 )
-"""Names that a pickle calls for values that are not used: a memory format, a layout, the folder of the save."""
+"""Names that a pickle calls for values that are not used: a memory format, a layout, the folder of the save. A
+function that returns None stands for each."""
 
 Value = TypeVar("Value")
 
