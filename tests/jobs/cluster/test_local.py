@@ -85,7 +85,10 @@ def test_a_job_is_stopped_and_saves_first(start) -> None:
 
 def test_a_job_that_was_killed(start) -> None:
     job = start("exec sleep 100")
-    keeper = psutil.Process(int(job.number))
+    keeper, deadline = psutil.Process(int(job.number)), time.monotonic() + 60
+    while not any(each.name() == "sleep" for each in keeper.children(recursive=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     for process in [*keeper.children(recursive=True), keeper]:
         process.kill()
     assert until(job, lambda state: not state.goes_on) == State("lost", "its process was killed")
