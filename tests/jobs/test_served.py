@@ -31,7 +31,6 @@ from shoal.jobs.served.worker import work
 from shoal.jobs.train import train
 from shoal.launch.identity import Identity
 from shoal.launch.tf_config import local_cluster
-from shoal.parallel.layout import Box
 from shoal.report.metrics import RunRecords, read_metrics
 from shoal.server import Async, Batch, BoundedStaleness, Sync
 
@@ -153,7 +152,7 @@ def test_statistics_of_batches_are_those_of_ranks(tmp_path):
 def values(path: Path) -> dict[str, torch.Tensor]:
     """Weights and buffers of a checkpoint."""
     into = {name: torch.zeros(shape) for name, shape in tensor_shapes(path).items() if not name.startswith("optim.")}
-    load(path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()])
+    load(path, [Want.whole(name, each) for name, each in into.items()])
     return into
 
 

@@ -20,7 +20,6 @@ from shoal.jobs.served.tables import tables_of
 from shoal.jobs.served.worker import _Worker
 from shoal.jobs.train import train
 from shoal.models.registry import BUILDERS, ModelSpec
-from shoal.parallel.layout import Box
 from shoal.report.evaluations import read_evaluations
 from shoal.report.metrics import read_metrics
 from tests.jobs.test_served import SECRET, run, tables
@@ -106,7 +105,7 @@ def alone(run_dir, of, **some):
 def everything(path) -> dict[str, Tensor]:
     """All that is in a checkpoint."""
     into = {name: torch.zeros(shape) for name, shape in tensor_shapes(path).items()}
-    load(path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()])
+    load(path, [Want.whole(name, each) for name, each in into.items()])
     return into
 
 

@@ -24,7 +24,7 @@ class Servers:
     def __init__(self, table: Tensor) -> None:
         self.table, self.pulled = table, 0
 
-    def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, int]:
+    def pull_each(self, table: str, rows: Tensor) -> tuple[Tensor, int]:
         self.pulled += len(rows)
         return self.table[rows].detach(), 0
 

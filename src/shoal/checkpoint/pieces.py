@@ -33,6 +33,12 @@ class Piece:
     box: Box
     tensor: torch.Tensor
 
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Piece:
+        """All of a tensor that this rank alone holds."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, Box.whole(shape), tensor)
+
     def __post_init__(self) -> None:
         assert tuple(self.tensor.shape) == self.box.sizes, (
             f"{self.name}: tensor {tuple(self.tensor.shape)} for {self.box}"
@@ -53,6 +59,12 @@ class Want:
     shape: tuple[int, ...]
     box: Box
     into: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, into: Tensor) -> Want:
+        """All of the tensor, which is of the shape of `into`."""
+        shape = tuple(into.shape)
+        return cls(name, shape, Box.whole(shape), into)
 
     def __post_init__(self) -> None:
         assert tuple(self.into.shape) == self.box.sizes, f"{self.name}: tensor {tuple(self.into.shape)} for {self.box}"

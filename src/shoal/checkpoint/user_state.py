@@ -92,7 +92,7 @@ class UserState:
         for name, value in values.items():
             packed, tensors = _split(name, value)
             found |= {_BEFORE + name: torch.frombuffer(bytearray(packed), dtype=torch.uint8), **tensors}
-        return [Piece(title, tuple(each.shape), Box.whole(tuple(each.shape)), each) for title, each in found.items()]
+        return [Piece.whole(title, each) for title, each in found.items()]
 
     def read(self, source: Source, step: int) -> list[str]:
         """Gives the objects their values before `step` from `source`. Returns a line for each that has none there, and

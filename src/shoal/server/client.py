@@ -159,11 +159,15 @@ class Client:
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
         """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version. They are on
         this client's accelerator where they come from one, else on the CPU."""
+        once, back = torch.unique(rows.to(self._device, torch.int64), return_inverse=True)
+        found, version = self.pull_each(table, once.cpu())
+        return found[back.view(-1)].view(*rows.shape, found.shape[1]), version
+
+    def pull_each(self, table: str, numbers: Tensor) -> tuple[Tensor, Version]:
+        """Returns what `pull_rows` does of rows that are each there once, ascending (int64 [n], on the CPU)."""
         (places, form), device = self._table(table), self._device
-        once, back = torch.unique(rows.to(device, torch.int64), return_inverse=True)
-        numbers = once.cpu()
         _check_rows(numbers, places.count, table)
-        found = form.empty(len(once), device)
+        found = form.empty(len(numbers), device)
         chosen = self._chosen(numbers, places)
 
         def some(link: Link) -> int:
@@ -171,8 +175,7 @@ class Client:
             found[chosen[link].to(device)] = values.to(device)
             return version
 
-        versions = self._each(some, {table: found})
-        return found[back.view(-1)].view(*rows.shape, form.width), _version(versions)
+        return found, _version(self._each(some, {table: found}))
 
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: Version) -> list[Taken]:
         """Brings gradients [..., width] of `rows` [...]; those of a repeated row are summed."""

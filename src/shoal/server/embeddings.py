@@ -8,7 +8,7 @@ itself, of others those of one forward are added up first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class RowsInUse:
         shape); and the numbers of the rows [n]. `sparse`: its gradients are."""
         assert self.client is not None, "rows are pulled before there is a client"
         once, back = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
-        values, _ = self.client.pull_rows(table, once)
+        values, _ = self.client.pull_each(table, once)
         values = values.to(ids.device)
         if torch.is_grad_enabled():
             self._taken.append((table, once, values.requires_grad_(), sparse))
@@ -108,7 +108,7 @@ class ServedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, rows of {self._table} on parameter servers"
 
 
-def embeddings_of(module: nn.Module, named: list[str] | None) -> dict[str, Embedding]:
+def embeddings_of(module: nn.Module, named: Collection[str] | None) -> dict[str, Embedding]:
     """Returns the embeddings of `module` that are served by rows, by the name of their weight: those that are `named`;
     None: all of sparse gradients.
 
@@ -123,7 +123,8 @@ def embeddings_of(module: nn.Module, named: list[str] | None) -> dict[str, Embed
                 found[name] = each
     for name in named or ():
         if name not in found:
-            known = ", ".join(sorted(n for n, m in _weights(module).items())) or "none"
+            parts = sorted(path for path, each in module.named_modules() if isinstance(each, Embedding))
+            known = ", ".join(f"{path}.weight" for path in parts) or "none"
             raise UserError(f"server.tables: {name!r} is no weight of an embedding. The model has {known}")
     for name, each in found.items():
         if why := _why_not(module, each):
@@ -131,10 +132,6 @@ def embeddings_of(module: nn.Module, named: list[str] | None) -> dict[str, Embed
                 f"{name} cannot be served by rows: {why}. Leave it out of server.tables, where [] serves none by rows"
             )
     return found
-
-
-def _weights(module: nn.Module) -> Mapping[str, nn.Module]:
-    return {f"{path}.weight": each for path, each in module.named_modules() if isinstance(each, Embedding)}
 
 
 def _why_not(module: nn.Module, each: Embedding) -> str:
@@ -154,15 +151,14 @@ def _why_not(module: nn.Module, each: Embedding) -> str:
 
 
 def without_tables(
-    factory: Callable[[], nn.Module], tables: Mapping[str, object], rows: RowsInUse | None, dtype: torch.dtype
+    factory: Callable[[], nn.Module], tables: Collection[str], rows: RowsInUse | None, dtype: torch.dtype
 ) -> Callable[[], nn.Module]:
     """Returns a factory of the same model, in which embeddings stand whose weights, `tables` by name, it has not."""
 
     def made() -> nn.Module:
         module = factory()
         stand_ins = {
-            id(each): ServedEmbedding(name, each, rows, dtype)
-            for name, each in embeddings_of(module, list(tables)).items()
+            id(each): ServedEmbedding(name, each, rows, dtype) for name, each in embeddings_of(module, tables).items()
         }
         for owner in list(module.modules()):
             for leaf, child in owner._modules.items():

@@ -48,6 +48,11 @@ class RowStore:
         touched.grad = None
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Values and state, by their names in a checkpoint."""
+        return {"rows": self.values, **{f"optim.{key}": each for key, each in self.state.items()}}
+
+    @property
     def counters(self) -> dict[str, Any]:
         """What the optimizer keeps of all rows together, by key."""
         return {key: value for key, value in self._kept.items() if key not in self.state}

@@ -36,7 +36,7 @@ from shoal.server.row_store import RowStore
 from shoal.server.sessions import Form, same_kind
 from shoal.server.shares import Rows, Share
 from shoal.server.sharing import KEPT
-from shoal.server.table import memory_of_rows, not_here, not_once, summed
+from shoal.server.table import memory_of_numbers, memory_of_rows, not_finite, not_here, not_once, summed
 
 BLOCKS = 512
 """Blocks of neighbouring rows into which a table is cut, at most: each is a box in a checkpoint."""
@@ -81,7 +81,7 @@ class ServedTable:
         count = forms[0].numel
         if not same_kind(forms, [Form(torch.int64, count), Form(self._dtype, count * self._width)]):
             raise Malformed(f"{list(forms)[:3]}, which are no rows of {self._width} and their gradients")
-        return self._memory(forms)
+        return memory_of_rows(forms, self.places.count, self.device)
 
     def decoded(self, raw: Sequence[Tensor]) -> Pushed:
         """Returns rows, on the CPU, and their gradients."""
@@ -92,8 +92,7 @@ class ServedTable:
         rows, values = pushed
         if why := not_once(rows) or not_here(rows, self.places, self._share.index):
             return f"{self.name}: {why}"
-        finite = not len(rows) or bool(torch.isfinite(torch.linalg.vector_norm(values, float("inf"))))
-        return "" if finite else "a gradient that is not finite"
+        return not_finite(values)
 
     @torch.no_grad()
     def mean(self, pushes: Sequence[Pushed], counts: Sequence[float]) -> None:
@@ -124,9 +123,7 @@ class ServedTable:
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for the numbers of rows that are asked for. Raises Malformed where `forms` are none."""
-        if len(forms) != 1 or forms[0].dtype is not torch.int64:
-            raise Malformed(f"{list(forms)[:3]}, which are no numbers of rows")
-        return self._memory(forms)
+        return memory_of_numbers(forms, self.places.count, self.device)
 
     def wrong(self, rows: Tensor) -> str:
         """Returns why these rows cannot be read, or ""."""
@@ -140,8 +137,7 @@ class ServedTable:
     def save(self, folder: Path, step: int, group: Mapping[str, Any]) -> None:
         """Writes a checkpoint of these rows into `folder`. `group`: the options of the optimizer, as a checkpoint has
         them."""
-        tensors = {"rows": self._store.values, **{f"optim.{key}": each for key, each in self._store.state.items()}}
-        pieces = [piece for name, each in tensors.items() for piece in self._pieces(name, each)]
+        pieces = [piece for name, each in self._store.tensors.items() for piece in self._pieces(name, each)]
         for key, value in self._store.counters.items():
             pieces.append(Piece(f"count.{key}", (), Box((), ()), torch.as_tensor(value)))
         groups = [{**group, "members": [self.name]}] if self._share.index == 0 else []
@@ -162,9 +158,7 @@ class ServedTable:
     def load_own(self, folder: Path, step: int) -> None:
         """Reads what `save` wrote. Raises CheckpointError."""
         path = step_path(folder / FOLDER / self.name, step)
-        into = {"rows": self._store.values, **{f"optim.{key}": each for key, each in self._store.state.items()}}
-        whole = [(name, tuple(each.shape), each) for name, each in into.items() if len(each)]
-        load(path, [Want(name, shape, Box.whole(shape), each) for name, shape, each in whole])
+        load(path, [Want.whole(name, each) for name, each in self._store.tensors.items() if len(each)])
         self._load_counters(path, "count")
 
     def load(self, path: Path) -> None:
@@ -204,11 +198,6 @@ class ServedTable:
             return None
         box, shape = Box((row, column), stored.box.sizes), (self.places.count, self._width)
         return replace(stored, name=name or f"optim.{self.name}.{key}", box=box, shape=shape)
-
-    def _memory(self, forms: Sequence[Form]) -> list[Tensor]:
-        if forms[0].numel > self.places.count:
-            raise Malformed(f"{forms[0].numel:,} rows of a table of {self.places.count:,}")
-        return memory_of_rows(forms, self.device)
 
 
 def gather(tables: Sequence[ServedTable], parts: Sequence[Path], step: int, directory: Path, keep: int) -> None:

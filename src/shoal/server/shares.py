@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.errors import UserError
+
+Index = TypeVar("Index", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,10 @@ class Rows:
 
     def of(self, server: int, some: slice) -> Tensor:
         """Returns the rows of a server whose indices there are in `some`."""
-        index = torch.arange(self.size(server))[some]
-        block = (server + index // self.block * self.servers) * self._back % self.blocks
-        return block * self.block + index % self.block
+        return self.row(server, torch.arange(self.size(server))[some])
 
-    def row(self, server: int, index: int) -> int:
-        """Returns the row of a server at an index."""
+    def row(self, server: int, index: Index) -> Index:
+        """Returns the row of a server at an index, or those at several."""
         block = (server + index // self.block * self.servers) * self._back % self.blocks
         return block * self.block + index % self.block
 

@@ -73,7 +73,7 @@ class TableRows:
         wanted = [Form(torch.int64, count), Form(torch.float32, count * self._table.width)]
         if not same_kind(forms, wanted):
             raise Malformed(f"{list(forms)[:3]}, which are no rows of {self._table.width} and their gradients")
-        return self._memory(forms)
+        return memory_of_rows(forms, self._table.rows, self._beside)
 
     def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]:
         """Returns rows, on the CPU, and their gradients."""
@@ -85,8 +85,7 @@ class TableRows:
         rows, values = gradients
         if why := not_once(rows) or self._not_here(rows):
             return why
-        finite = not len(rows) or bool(torch.isfinite(torch.linalg.vector_norm(values, float("inf"))))
-        return "" if finite else "a gradient that is not finite"
+        return not_finite(values)
 
     @torch.no_grad()
     def update(self, update: Update) -> None:
@@ -107,9 +106,7 @@ class TableRows:
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for the numbers of rows that are asked for. Raises Malformed where `forms` are none."""
-        if len(forms) != 1 or forms[0].dtype is not torch.int64:
-            raise Malformed(f"{list(forms)[:3]}, which are no numbers of rows")
-        return self._memory(forms)
+        return memory_of_numbers(forms, self._table.rows, self._beside)
 
     def read(self, asked: Sequence[Tensor], into: list[Tensor], device: torch.device) -> list[Tensor]:
         """Returns the values of rows, whose numbers have been found right; on `device`, if that is an accelerator."""
@@ -125,9 +122,8 @@ class TableRows:
         """Writes a checkpoint of these rows."""
         store = self._store
         plain = {key: value for key, value in store.counters.items() if not isinstance(value, Tensor)}
-        tensors = {"rows": store.values, **{f"optim.{key}": value for key, value in store.state.items()}}
-        tensors |= {f"count.{key}": value for key, value in store.counters.items() if isinstance(value, Tensor)}
-        pieces = [Piece(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in tensors.items()]
+        counts = {f"count.{key}": value for key, value in store.counters.items() if isinstance(value, Tensor)}
+        pieces = [Piece.whole(name, each) for name, each in (store.tensors | counts).items()]
         about = {**extra, "count": plain, "table": [self._table.rows, self._table.width], "share": self._index()}
         writer = Writer(directory, World.single(), KEPT)
         on_device = is_accelerator(self.device)
@@ -148,9 +144,7 @@ class TableRows:
                 place = self.device if kind == "optim" else self._store.counts_on
                 into[name] = torch.zeros(shape, device=place)
                 (self._store.state if kind == "optim" else counters)[key] = into[name]
-        extra = load(
-            path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()]
-        )
+        extra = load(path, [Want.whole(name, each) for name, each in into.items()])
         if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != self._index():
             raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
         self._store.count_on({**counters, **extra["count"]})
@@ -171,13 +165,11 @@ class TableRows:
         shapes = tensor_shapes(path)
         counting = {name: shape for name, shape in shapes.items() if name.startswith("count.")}
         counters = {name: torch.zeros(shape, device=self._store.counts_on) for name, shape in counting.items()}
-        load(
-            path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in counters.items()]
-        )
+        load(path, [Want.whole(name, each) for name, each in counters.items()])
         store.count_on({name.removeprefix("count."): value for name, value in counters.items()})
         for key in (name.removeprefix("optim.") for name in shapes if name.startswith("optim.")):
             store.state.setdefault(key, torch.zeros_like(store.values))
-        into = {"rows": store.values, **{f"optim.{key}": value for key, value in store.state.items()}}
+        into = store.tensors
         for start in range(0, rows.size(index), _FILLED_AT_ONCE):
             ids = rows.of(index, slice(start, start + _FILLED_AT_ONCE))
             server, place = self._rows.place(ids)
@@ -198,20 +190,24 @@ class TableRows:
     def _index(self) -> list[int]:
         return [self._share.index, self._share.count]
 
-    def _memory(self, forms: Sequence[Form]) -> list[Tensor]:
-        if forms[0].numel > self._table.rows:
-            raise Malformed(f"{forms[0].numel:,} rows of a table of {self._table.rows:,}")
-        return memory_of_rows(forms, self._beside)
-
     def _not_here(self, rows: Tensor) -> str:
         return not_here(rows, self._rows, self._share.index)
 
 
-def memory_of_rows(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-    """Returns memory for the numbers of rows, on the CPU, where they are looked at, and for their gradients, if there
-    are any, on the accelerator `device` where they come from one."""
+def memory_of_rows(forms: Sequence[Form], count: int, device: torch.device) -> list[Tensor]:
+    """Returns memory for the numbers of rows of a table of `count`, on the CPU, where they are looked at, and for their
+    gradients, if there are any, on the accelerator `device` where they come from one. Raises Malformed for more."""
     numbers, *gradients = forms
+    if numbers.numel > count:
+        raise Malformed(f"{numbers.numel:,} rows of a table of {count:,}")
     return [torch.empty(numbers.numel, dtype=numbers.dtype), *memory(gradients, device)]
+
+
+def memory_of_numbers(forms: Sequence[Form], count: int, device: torch.device) -> list[Tensor]:
+    """Returns memory for the numbers of rows that are asked for. Raises Malformed where `forms` are none."""
+    if len(forms) != 1 or forms[0].dtype is not torch.int64:
+        raise Malformed(f"{list(forms)[:3]}, which are no numbers of rows")
+    return memory_of_rows(forms, count, device)
 
 
 def not_here(rows: Tensor, places: Rows, server: int) -> str:
@@ -221,6 +217,12 @@ def not_here(rows: Tensor, places: Rows, server: int) -> str:
     if int(rows.min()) < 0 or int(rows.max()) >= places.count:
         return f"rows {int(rows.min())} to {int(rows.max())} of a table of {places.count:,}"
     return "rows of another server" if bool((places.place(rows)[0] != server).any()) else ""
+
+
+def not_finite(gradients: Tensor) -> str:
+    """Returns why no update can be made of these gradients of rows, or ""."""
+    finite = not len(gradients) or bool(torch.isfinite(torch.linalg.vector_norm(gradients, float("inf"))))
+    return "" if finite else "a gradient that is not finite"
 
 
 def not_once(rows: Tensor) -> str:

@@ -32,7 +32,7 @@ class Tables:
         """Returns `model` without its tables; `rows`: what its forwards pull, None where it runs none."""
         if not self.names:
             return model
-        made = without_tables(model.factory, dict.fromkeys(self.names), rows, self.numbers.model)
+        made = without_tables(model.factory, self.names, rows, self.numbers.model)
         return replace(model, factory=made)
 
     def served(self, share: Share, device: torch.device) -> list[ServedTable]:
