@@ -64,11 +64,6 @@ class Reaches:
     took: float
     at: float
 
-    @property
-    def age(self) -> float:
-        """Seconds since it was measured."""
-        return max(0.0, time.time() - self.at)
-
     def __str__(self) -> str:
         whole = max((each for each in self.across or self.inside if each.operation == "all_reduce"),
                     key=lambda each: each.ranks)  # fmt: skip
@@ -84,8 +79,12 @@ class Reaches:
     @classmethod
     def from_wire(cls, said: Mapping[str, Any]) -> Reaches:
         """Raises TypeError or KeyError for what was written by another version."""
-        own = {key: tuple(Reach(**each) for each in said[key]) for key in ("inside", "across")}
-        return cls(**{**said, **own, "hosts": tuple(said["hosts"])})
+        return cls(**{**said, **reached_from_wire(said), "hosts": tuple(said["hosts"])})
+
+
+def reached_from_wire(said: Mapping[str, Any]) -> dict[str, tuple[Reach, ...]]:
+    """Reads the fields "inside" and "across" of what collectives reach. Raises TypeError or KeyError for others."""
+    return {key: tuple(Reach(**each) for each in said[key]) for key in ("inside", "across")}
 
 
 def hosts_of(world: World) -> tuple[tuple[str, ...], int]:

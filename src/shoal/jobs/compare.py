@@ -28,7 +28,7 @@ from shoal.report.terms import WAITING
 
 STATE = ("weights", "gradients", "masters", "optimizer state", "weights in use")
 """Roles that a run counts without a GPU."""
-PARTS = ("parts", "tokens", "experts", "copies", WAITING, "offload", "optimizer", "data", "other")
+PARTS = tuple(each for each in TERMS if each not in ("compute", "stages"))
 SAID = {WAITING: "bubble, with messages between stages"}
 NOT_SAMPLED = "no step was sampled"
 
@@ -168,7 +168,7 @@ def _parts(estimate: Estimate, sampled: Sequence[TermsRecord]) -> Iterator[Compa
         ("compute", compute, ("forward", "backward")),
         ("compute: forward", estimate.forward, ("forward",)),
         ("compute: backward", compute - estimate.forward, ("backward",)),
-        *((SAID.get(what, what), predicted.get(what, 0.0), (what,)) for what in TERMS if what in PARTS),
+        *((SAID.get(what, what), predicted.get(what, 0.0), (what,)) for what in PARTS),
     ]
     for what, each, own in rows:
         measured = math.fsum(spent_on(sampled, part) for part in own) if sampled else None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal.comm import Reach
+from shoal.comm.reaches import reached_from_wire
 from shoal.planner.cluster import Link
 from shoal.planner.kept import keep, key_of, read, threads_of
 
@@ -58,8 +59,7 @@ def learned(device: torch.device, dtype: torch.dtype, ranks: int, on_host: int, 
     found = read(_key(device, dtype, ranks, on_host, hosts))
     with suppress(KeyError, TypeError):
         if found is not None:
-            own = {key: tuple(Reach(**each) for each in found[key]) for key in ("inside", "across")}
-            return Learned(**{**found, **own})
+            return Learned(**{**found, **reached_from_wire(found)})
     return None
 
 

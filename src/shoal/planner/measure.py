@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -49,11 +49,6 @@ class Rates:
     disk: float
     took: float
     at: float
-
-    @property
-    def age(self) -> float:
-        """Seconds since."""
-        return max(0.0, time.time() - self.at)
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in self.flops.items())
@@ -111,45 +106,46 @@ def _shares(
     return tuple(reversed(found))
 
 
-def _bandwidth(device: torch.device) -> float:
-    source = torch.ones(COPIED // 4, device=device)
-    into, best = torch.empty_like(source), float("inf")
-    for _ in range(4):
+def _quickest(device: torch.device, times: int, work: Callable[[], object]) -> float:
+    """Seconds of the shortest of several runs of `work`."""
+    best = float("inf")
+    for _ in range(times):
         synchronize(device)
         began = time.perf_counter()
-        torch.add(source, 1.0, out=into)
+        work()
         synchronize(device)
         best = min(best, time.perf_counter() - began)
-    return 2 * COPIED / best
+    return best
+
+
+def _bandwidth(device: torch.device) -> float:
+    source = torch.ones(COPIED // 4, device=device)
+    into = torch.empty_like(source)
+    return 2 * COPIED / _quickest(device, 4, lambda: torch.add(source, 1.0, out=into))
 
 
 def _launch(device: torch.device) -> float:
     small = torch.ones(16, device=device, requires_grad=True)
-    best = float("inf")
-    for _ in range(3):
-        synchronize(device)
-        began = time.perf_counter()
+
+    def work() -> None:
         value = small
         for _ in range(TINY):
             value = value + 1.0
         value.sum().backward()
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return best / (3 * TINY)  # forward counts once, backward twice
+
+    return _quickest(device, 3, work) / (3 * TINY)  # forward counts once, backward twice
 
 
 def _copies(device: torch.device) -> float:
     """Bytes a second to the host and back; without an accelerator from memory to memory."""
     there = torch.ones(COPIED // 4, device=device)
-    host, best = torch.ones(COPIED // 4, pin_memory=is_accelerator(device)), float("inf")
-    for _ in range(3):
-        synchronize(device)
-        began = time.perf_counter()
+    host = torch.ones(COPIED // 4, pin_memory=is_accelerator(device))
+
+    def work() -> None:
         host.copy_(there, non_blocking=True)
         there.copy_(host, non_blocking=True)
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * COPIED / best
+
+    return 2 * COPIED / _quickest(device, 3, work)
 
 
 def _disk() -> float:
@@ -253,15 +249,16 @@ def here(
 
 def _said(found: Rates, groups: Reaches | None, ranks: int) -> str:
     """What was measured, and when, in one line."""
-    said = f"measured {_ago(found.age)} in {found.took:.1f} s: {found}"
+    said = f"measured {_ago(found.at)} in {found.took:.1f} s: {found}"
     if ranks == 1:
         return said
     if groups is None:
         return f"{said}; links assumed, none was measured (shoal plan --measure FILE measures them)"
-    return f"{said}; {_ago(groups.age)} in {groups.took:.1f} s: {groups}"
+    return f"{said}; {_ago(groups.at)} in {groups.took:.1f} s: {groups}"
 
 
-def _ago(seconds: float) -> str:
+def _ago(at: float) -> str:
+    seconds = max(0.0, time.time() - at)
     if seconds < 120:
         return f"{seconds:.0f} s ago"
     return f"{seconds / 3600:.1f} hours ago" if seconds < 172800 else f"{seconds / 86400:.0f} days ago"
