@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shoal.checkpoint.buddy.replay import Made, Make, Update, replayed
 from shoal.checkpoint.buddy.ring import Ring
-from shoal.checkpoint.buddy.snapshot import About, Alone, Facts, Mine, Snapshot, alone, facts, taken
+from shoal.checkpoint.buddy.room import Room
+from shoal.checkpoint.buddy.snapshot import About, Alone, Mine, Snapshot, alone, facts, taken
 from shoal.checkpoint.pieces import Piece
 from shoal.comm import Group
 from shoal.comm.wire import sent
@@ -68,11 +69,12 @@ class Buddy:
         self._alone: Alone | None = None  # None: to be found out anew
         self._needed: list[int] = []
         self._kept: Snapshot | None = None
+        self._told: About | None = None  # what the buddy has in its last snapshot
         self._last, self._is_due = 0, True
         self._made: dict[int, Made] = {}
         self._touched: Mapping[str, bool] = {}
-        self._spare: list[Tensor] = []  # of the snapshot before the last: the next one comes there
-        self._free: list[list[Tensor]] = []  # of gradients that nobody replays any more
+        self._spare: Room | None = None  # of the snapshot before the last: the next one comes there
+        self._free: list[Room] = []  # of gradients that nobody replays any more
 
     @property
     def _ring(self) -> Ring:
@@ -81,13 +83,13 @@ class Buddy:
 
     def forget(self) -> None:
         """Drops what is kept, since the state has become another one, by a load."""
-        self._kept = None
+        self._kept = self._told = None
         self._made.clear()
         self.follow()
 
     def follow(self) -> None:
         """Has the next step begin with a snapshot, since chunks were cut anew. Until then what is kept holds."""
-        self._is_due, self._alone, self._spare, self._free = True, None, [], []
+        self._is_due, self._alone, self._spare, self._free = True, None, None, []
 
     def begin(self, step: int) -> None:
         """Takes a snapshot before `step`, where one is due."""
@@ -109,21 +111,24 @@ class Buddy:
         self._last, self._is_due = step, False
 
     def _receive(self, step: int, alone: Alone, is_new: bool) -> None:
-        about, out = taken(self._mine, alone)
-        theirs: About = self._ring.tell(about)
-        old, into, frozen = self._kept, self._spare, list[Tensor]()
-        if [(each.shape, each.dtype) for each in into] != theirs.shapes:
-            into = [torch.empty(shape, dtype=dtype) for shape, dtype in theirs.shapes]
-        if is_new or old is None:
-            frozen = [torch.empty(spec.size, dtype=spec.dtype) for spec in theirs.frozen]
-            out = [*out, *(chunk.owned.data for chunk in alone.frozen)]
-        self._ring.carry(out, [*into, *frozen])
+        old = self._kept
+        about, rest, out = taken(self._mine, alone)
+        known = about == self._told
+        mine = [None if known else about, rest]
+        told, room = self._ring.deliver(mine, out, lambda told: _about(told, old).shapes, self._spare)
+        theirs, self._told = _about(told, old), about
         for chunk in alone.chunks:
             if chunk.spec.keep != "whole":
                 chunk.rest()  # to look at masters has opened them
-        self._kept = Snapshot(step, theirs, into, frozen if is_new or old is None else old.frozen)
+        if is_new or old is None:
+            out = [chunk.owned.data for chunk in alone.frozen]
+            _, frozen = self._ring.deliver(None, out, lambda _: theirs.shapes_of_frozen, None)
+        else:
+            frozen = old.frozen
+        self._kept = Snapshot(step, theirs, told[1], room, frozen)
+        self._ring.confirm()
         if not is_new and old is not None:
-            self._spare, self._free = old.tensors, [*self._free, *(gradients for _, gradients in old.log.values())]
+            self._spare, self._free = old.room, [*self._free, *old.rooms_of_log]
 
     @torch.no_grad()
     def log(self, step: int, touched: Mapping[str, bool]) -> None:
@@ -133,11 +138,10 @@ class Buddy:
         if not self._needed:
             return
         assert self._alone is not None and self._kept is not None
-        theirs: Facts = self._ring.tell(facts(self._mine, self._alone, touched))
-        specs = self._kept.about.chunks
-        into = self._free.pop() if self._free else [torch.empty(spec.size, dtype=spec.grad_dtype) for spec in specs]
-        self._ring.carry([chunk.owned.gradient for chunk in self._alone.chunks], into)
-        self._kept.log[step] = theirs, into
+        about, mine = self._kept.about, facts(self._mine, self._alone, touched)
+        out = [chunk.owned.gradient for chunk in self._alone.chunks]
+        room = self._free.pop() if self._free else None
+        self._kept.log[step] = self._ring.deliver(mine, out, lambda _: about.shapes_of_gradients, room)
 
     def made(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """Remembers the update of `step`, which all have voted for (see Made)."""
@@ -147,11 +151,8 @@ class Buddy:
     @property
     def nbytes(self) -> int:
         """Bytes of the host's memory that are kept for the ward."""
-        kept = [*self._spare, *(each for gradients in self._free for each in gradients)]
-        if self._kept is not None:
-            kept += [*self._kept.tensors, *self._kept.frozen]
-            kept += [each for _, gradients in self._kept.log.values() for each in gradients]
-        return sum(each.nbytes for each in kept)
+        rooms = [*self._free, *([] if self._spare is None else [self._spare])]
+        return sum(room.nbytes for room in [*rooms, *([] if self._kept is None else self._kept.rooms)])
 
     def known(self) -> Known | None:
         """Returns what this rank tells the others that are left; None where no rank has anything alone."""
@@ -177,3 +178,12 @@ class Buddy:
                 reached = {name for known, made in knowing for name in set(known.trains).difference(made.untouched)}
                 updates[each] = Update(knowing[0][1], reached)
         return Offer(self._ring.ward, *replayed(kept, step, updates, self._make, self._device))
+
+
+def _about(told: Sequence[Any], last: Snapshot | None) -> About:
+    """Returns the description that the ward has `told`, or left out because it is that of the `last` snapshot."""
+    about: About | None = told[0]
+    if about is None:
+        assert last is not None
+        return last.about
+    return about

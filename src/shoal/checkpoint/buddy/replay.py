@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.buddy.snapshot import About, Snapshot
+from shoal.checkpoint.buddy.snapshot import About, Rest, Snapshot
 from shoal.checkpoint.optimizer_state import optimizer_extra, put_back
 from shoal.checkpoint.pieces import Piece, canonical
 from shoal.checkpoint.role import WriterRole
@@ -52,25 +52,25 @@ def replayed(
     make: makes its optimizer
     device: where the updates were made that no host makes
     """
-    about = snapshot.about
+    about, rest = snapshot.about, snapshot.rest
     chunks = [
         _chunk(spec, values, CPU if spec.index in about.on_host else device)
-        for spec, values in zip(about.chunks, snapshot.tensors, strict=False)
+        for spec, values in zip(about.chunks, snapshot.room.theirs, strict=False)
     ]
-    frozen = [_chunk(spec, values, CPU) for spec, values in zip(about.frozen, snapshot.frozen, strict=True)]
+    frozen = [_chunk(spec, values, CPU) for spec, values in zip(about.frozen, snapshot.frozen.theirs, strict=True)]
     views = {slot.name: nn.Parameter(slot.view(chunk.data)) for chunk in chunks for slot in chunk.slots}
     optimizer = make(chunks, {name: views[name] for name in about.names})
     states = dict[str, dict[str, Tensor]]()
-    for (name, key, _, _), value in zip(about.states, snapshot.tensors[len(chunks) :], strict=True):
+    for (name, key, _, _), value in zip(about.states, snapshot.room.theirs[len(chunks) :], strict=True):
         states.setdefault(name, {})[key] = value.clone()
-    put_back(optimizer, states, about.optimizer)
-    buffers = about.buffers
+    put_back(optimizer, states, rest.optimizer)
+    buffers = rest.buffers
     for each in range(snapshot.step, step):
-        facts, gradients = snapshot.log[each]
+        facts, room = snapshot.log[each]
         buffers = facts.buffers
         if each in updates:
-            _set_options(optimizer, about, facts.options)
-            _update(optimizer, chunks, gradients, each, updates[each], facts.untouched)
+            _set_options(optimizer, rest, facts.options)
+            _update(optimizer, chunks, room.theirs, each, updates[each], facts.untouched)
     return _pieces([*chunks, *frozen], optimizer, about, buffers), optimizer_extra(optimizer, None)
 
 
@@ -82,10 +82,10 @@ def _chunk(spec: ChunkSpec, values: Tensor, device: torch.device) -> Chunk:
     return chunk
 
 
-def _set_options(optimizer: ChunkOptimizer, about: About, options: Sequence[Mapping[str, Any]]) -> None:
+def _set_options(optimizer: ChunkOptimizer, rest: Rest, options: Sequence[Mapping[str, Any]]) -> None:
     """Gives each group the options that the rank's group of the same parameters had."""
     of = {
-        name: each for group, each in zip(about.optimizer["groups"], options, strict=True) for name in group["members"]
+        name: each for group, each in zip(rest.optimizer["groups"], options, strict=True) for name in group["members"]
     }
     for members, group in zip(optimizer.members, optimizer.torch.param_groups, strict=True):
         group.update(of[members[0]])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.buddy.room import Room, Shape
 from shoal.checkpoint.optimizer_state import optimizer_extra
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.state import buffers
@@ -34,14 +35,12 @@ class Mine:
 @sent
 @dataclass(frozen=True)
 class About:
-    """Describes a snapshot.
+    """Describes the tensors of a snapshot, which is the same for most of them.
 
     - `chunks`: those that are trained, and `frozen` ones, each as if what the rank owns of it were all of it
     - `on_host`: the chunks that the host updates, by index
     - `names`: of the parameters, in the order of the model; `layouts`: of each
     - `states`: (parameter, key, dtype, shape) of each tensor of the optimizer's state
-    - `optimizer`: the rest of its state, as in a checkpoint
-    - `buffers`: by their names in a checkpoint
     """
 
     chunks: list[ChunkSpec]
@@ -50,14 +49,32 @@ class About:
     names: list[str]
     layouts: dict[str, Layout]
     states: list[tuple[str, str, torch.dtype, torch.Size]]
-    optimizer: dict[str, Any]
-    buffers: dict[str, Tensor]
 
     @property
-    def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of each tensor that is sent, without frozen chunks."""
+    def shapes(self) -> list[Shape]:
+        """Shapes and dtypes of the tensors that are sent, without frozen chunks."""
         masters = [(torch.Size([spec.size]), spec.master_dtype) for spec in self.chunks]
         return masters + [(shape, dtype) for _, _, dtype, shape in self.states]
+
+    @property
+    def shapes_of_frozen(self) -> list[Shape]:
+        """Shapes and dtypes of the frozen chunks."""
+        return [(torch.Size([spec.size]), spec.dtype) for spec in self.frozen]
+
+    @property
+    def shapes_of_gradients(self) -> list[Shape]:
+        """Shapes and dtypes of the gradients that are sent in each step."""
+        return [(torch.Size([spec.size]), spec.grad_dtype) for spec in self.chunks]
+
+
+@sent
+@dataclass(frozen=True)
+class Rest:
+    """What goes beside the tensors of a snapshot: the rest of the `optimizer`'s state, as in a checkpoint, and
+    `buffers` by their names in a checkpoint."""
+
+    optimizer: dict[str, Any]
+    buffers: dict[str, Tensor]
 
 
 @sent
@@ -75,16 +92,26 @@ class Facts:
 class Snapshot:
     """State of another rank before `step`, with what its updates were made with since then, by step.
 
-    - `tensors`: masters of each chunk, then the optimizer's state, as `about` says
+    - `room`: masters of each chunk, then the optimizer's state, as `about` says
     - `frozen`: the frozen chunks, which every snapshot of the same chunks has in common
     - `log`: the rank's facts, and the gradients of the chunks
     """
 
     step: int
     about: About
-    tensors: list[Tensor]
-    frozen: list[Tensor]
-    log: dict[int, tuple[Facts, list[Tensor]]] = field(default_factory=dict)
+    rest: Rest
+    room: Room
+    frozen: Room
+    log: dict[int, tuple[Facts, Room]] = field(default_factory=dict)
+
+    @property
+    def rooms(self) -> list[Room]:
+        """All that it takes."""
+        return [self.room, self.frozen, *self.rooms_of_log]
+
+    @property
+    def rooms_of_log(self) -> list[Room]:
+        return [room for _, room in self.log.values()]
 
 
 @dataclass(frozen=True)
@@ -116,7 +143,7 @@ def alone(mine: Mine, everyone: Group) -> Alone:
     return Alone(trained, frozen, [title for title in kept if title not in elsewhere])
 
 
-def taken(mine: Mine, alone: Alone) -> tuple[About, list[Tensor]]:
+def taken(mine: Mine, alone: Alone) -> tuple[About, Rest, list[Tensor]]:
     """Returns what this rank sends of its state, not to be changed. Masters that rest are opened: `rest` of the chunks
     closes them."""
     optimizer = mine.optimizer
@@ -130,10 +157,9 @@ def taken(mine: Mine, alone: Alone) -> tuple[About, list[Tensor]]:
         [name for name in optimizer.known if name in names],
         {name: layout for name, layout in mine.role.layouts.items() if name in everything},
         [(*at, value.dtype, value.shape) for at, value in states.items()],
-        optimizer_extra(optimizer, None),
-        _buffers(mine.module, alone),
     )
-    return about, [*(chunk.owned.master_to_read for chunk in alone.chunks), *states.values()]
+    rest = Rest(optimizer_extra(optimizer, None), _buffers(mine.module, alone))
+    return about, rest, [*(chunk.owned.master_to_read for chunk in alone.chunks), *states.values()]
 
 
 def facts(mine: Mine, alone: Alone, touched: Mapping[str, bool]) -> Facts:
