@@ -7,13 +7,14 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from shoal.comm.signed import derived
 from shoal.elastic.etcd import Etcd, parse
 from shoal.elastic.etcd_election import EtcdElection
 from shoal.elastic.events import END, NOW, Limits
-from shoal.elastic.journal import Journal
+from shoal.elastic.journal import Journal, written
 from shoal.elastic.leadership import Leadership, Node
 from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.supervisor import Supervisor
@@ -91,6 +92,8 @@ class Member:
     said: list[str] = field(default_factory=list)
     open_store: Callable[[str], int] = lambda host: 1
     paces: Callable[[Start], Paces | None] = lambda start: None
+    limits: Limits = field(default_factory=lambda: Limits(settle=0.1))
+    journals: Path | None = None
 
     def __post_init__(self) -> None:
         self.node = Node(
@@ -99,7 +102,8 @@ class Member:
             KEY,
             self.open_store,
             lambda program, size: [f"size={size}"],
-            lambda job, lines: Journal(None, lines),
+            lambda job, lines: Journal(self.journals / f"{self.name}.journal" if self.journals else None, lines),
+            lambda job: written(self.journals) if self.journals else [],
             lambda job: None,
             self.said.append,
         )
@@ -112,7 +116,8 @@ class Member:
         return self.starts[-1]
 
     def lead(self, limits: Limits | None = None) -> Member:
-        self.at.lead("127.0.0.1", JOB, limits or Limits(settle=0.1))
+        self.limits = limits or self.limits
+        self.at.lead("127.0.0.1", JOB, self.limits)
         self.task = asyncio.create_task(self.supervisor.run())
         return self
 
@@ -130,7 +135,10 @@ class Member:
         return self
 
     def join(self, other: Member) -> Member:
-        self.at.follow(*other.at.address)
+        """Joins the job of another member, and follows its journal by the same times, as nodes do."""
+        self.limits, begin = other.limits, self.at.succession.begin
+        self.at.succession.begin = lambda limits: begin(replace(limits, settle=self.limits.settle))
+        self.at.follow([other.at.address])
         self.task = asyncio.create_task(self.supervisor.run())
         return self
 

@@ -10,7 +10,8 @@ import os
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from collections import Counter
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from tests.launch.packages import debian
 
 
 class Pretended:
-    """The part of etcd's gateway that is used: keys with revisions, transactions on one key's revision, leases."""
+    """The part of etcd's gateway that is used: keys with revisions, transactions on one key's revision, leases, and a
+    watch of one key. asked: how often each path was. watches: whether it can."""
 
     def __init__(self, user: str = "", password: str = "") -> None:
         self._lock = threading.Lock()
@@ -29,17 +31,26 @@ class Pretended:
         self._revision, self._late = 1, 0.0
         self.keys: dict[str, tuple[str, int, str]] = {}
         self.leases: dict[str, tuple[int, float]] = {}
-        self.silent = False
+        self.silent, self.watches = False, True
+        self.asked: Counter[str] = Counter()
+        self._changes: list[tuple[str, int, str]] = []  # of which key, at which revision, what
+        self._closed = threading.Event()
         pretended = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                pretended.asked[self.path] += 1
                 code, found = pretended.answer(self.path, body, self.headers.get("Authorization", ""))
-                data = json.dumps(found).encode()
                 self.send_response(code)
                 self.end_headers()
-                self.wfile.write(data)
+                with suppress(OSError):  # who watched may have gone
+                    self.tell(found)
+                    if "created" in found.get("result", {}):
+                        self.tell({"result": {"events": pretended.wait_for_changes(**body["create_request"])}})
+
+            def tell(self, line: Any) -> None:
+                self.wfile.write(json.dumps(line).encode() + b"\n")
 
             def log_message(self, *_: Any) -> None:
                 """Says nothing."""
@@ -54,6 +65,7 @@ class Pretended:
         return f"etcd://{login}127.0.0.1:{self._server.server_address[1]}/jobs/one"
 
     def close(self) -> None:
+        self._closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -84,8 +96,24 @@ class Pretended:
                 "/v3/lease/grant": self._grant,
                 "/v3/lease/keepalive": self._renew,
                 "/v3/lease/revoke": self._revoke,
-            }[path]
+                **({"/v3/watch": self._watch} if self.watches else {}),
+            }.get(path)
+            if do is None:
+                return 404, {"error": "Not Found", "code": 5}
             return 200, {"header": {"revision": str(self._revision)}, **do(body)}
+
+    def wait_for_changes(self, key: str, start_revision: str) -> list[dict[str, Any]]:
+        """Returns the changes of a key from a revision on, once there are any or the cluster is closed."""
+        while True:
+            with self._lock:
+                self._expire()
+                after = [each for each in self._changes if each[1] >= int(start_revision)]
+                found = [{"type": kind} for changed, _, kind in after if changed == key]
+            if found or self._closed.wait(0.005):
+                return found
+
+    def _watch(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"result": {"created": True}}
 
     def _now(self) -> float:
         return time.monotonic() + self._late
@@ -113,9 +141,10 @@ class Pretended:
                 put = change["request_put"]
                 assert put["lease"] == "0" or put["lease"] in self.leases
                 self.keys[put["key"]] = put["value"], self._revision, put["lease"]
+                self._changes.append((put["key"], self._revision, "PUT"))
             else:
                 for key in [key for key in self.keys if _within(key, change["request_delete_range"])]:
-                    del self.keys[key]
+                    self._remove(key)
         return {"succeeded": True, "header": {"revision": str(self._revision)}}
 
     def _grant(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -132,9 +161,15 @@ class Pretended:
 
     def _revoke(self, body: dict[str, Any]) -> dict[str, Any]:
         self.leases[body["ID"]] = 0, float("inf")
-        self.keys = {key: each for key, each in self.keys.items() if each[2] != body["ID"]}
+        for key in [key for key, each in self.keys.items() if each[2] == body["ID"]]:
+            self._revision += 1
+            self._remove(key)
         del self.leases[body["ID"]]
         return {}
+
+    def _remove(self, key: str) -> None:
+        del self.keys[key]
+        self._changes.append((key, self._revision, "DELETE"))
 
 
 def _within(key: str, body: dict[str, Any]) -> bool:

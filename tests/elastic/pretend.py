@@ -53,7 +53,7 @@ async def main(what: str, host: str, *rest: str) -> int:
         node.at.lead(host, JOB, Limits(minimum=1, maximum=8, settle=1.0))
     else:
         node.at.listen(rest[1])
-        node.at.follow(host, int(rest[0]))
+        node.at.follow([(host, int(rest[0]))])
     say(port=node.at.address[1])
     try:
         return await node.supervisor.run()

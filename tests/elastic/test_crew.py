@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from shoal.elastic import crew as room
@@ -15,6 +17,8 @@ from shoal.elastic.crew import Crew
 from shoal.elastic.events import END, HALT, NOW
 from shoal.elastic.messages import Admitted, Report, Start
 from shoal.errors import LaunchError, UserError
+from shoal.launch.board import FIRST, Progress
+from shoal.launch.fork_server import NAME
 
 SCRIPT = """
 import os, signal, sys, time
@@ -117,6 +121,44 @@ def test_how_ranks_leave_a_generation_is_reported(crew, what, how, outcome, said
         made.place(start_of(2, 2))
         assert min(made._workers, key=lambda each: each.process.rank).process.process.pid == survivor
         assert sorted(each.slot for each in made._workers) == [0, 1]
+
+
+def command_line(process: int) -> str:
+    return " ".join(psutil.Process(process).cmdline())
+
+
+@pytest.mark.matrix
+def test_processes_are_started_anew_where_none_can_be_forked(crew):
+    made = crew("kill")
+    ready(made, 2)
+    before = {each.process.process.pid for each in made._workers}
+    assert all("shoal.launch.forks" in command_line(each) for each in before)
+    server = next(each for each in psutil.Process().children() if each.name() == NAME)
+    server.kill()
+    made.place(start_of(1, 2))
+    left(made)
+    ready(made, 2)
+    (new,) = {each.process.process.pid for each in made._workers} - before
+    assert "shoal.launch.rank" in command_line(new)
+
+
+def test_a_limit_of_the_first_step_that_a_slow_host_has_met_is_twice_as_long_in_the_next_generation(tmp_path):
+    said, done = list[str](), list[str]()
+    made = Crew(1, b"secret" * 4, tmp_path, said.append)
+    slow = SimpleNamespace(
+        waits=True, trains=True, holds=False, place=None, left=None, slot=0, process=SimpleNamespace(rank=0),
+        progress=lambda: Progress(-1, FIRST, 0.0, 0.0, first=10.0), is_stopped=lambda: False,
+        take=lambda place: done.append("begins"), kill=lambda: done.append("is killed"), leave=lambda how: None,
+    )  # fmt: skip
+    made._workers = [slow]
+    for generation, limit in ((1, 10.0), (2, 20.0), (3, 40.0)):
+        made.place(start_of(generation, 1))
+        made._watch([slow], limit - 0.1)
+        assert made._hang is None
+        made._watch([slow], limit + 0.6)
+        assert made._hang.first and f"first step for {limit + 0.6:.0f} s (run.first_within;" in said[-1]
+    assert done == ["begins", "is killed"] * 3
+    made._workers = []
 
 
 @pytest.mark.matrix

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.chaos.nodes import ranks_of
 from shoal.elastic.etcd import Etcd, Unreachable, parse
 from shoal.elastic.pulse import SILENCE
 from shoal.errors import UserError
@@ -198,8 +199,8 @@ def test_ranks_end_without_their_supervisor_before_another_node_trains_in_their_
     first.wait_for("generation 1: 1 rank")
     second = cluster("--join", url, "--nproc", "1")
     until(lambda: steps_done(tmp_path) > 60)
-    until(lambda: second.children() != [])  # it is a member, and has started its process
-    ranks = [each for each in first.process_of().children() if each.is_running()]
+    until(lambda: ranks_of(second.process.pid) != [])  # it is a member, and has started its process
+    ranks = ranks_of(first.process.pid)
     first.process.send_signal(signal.SIGSTOP)
     stopped = time.time()
     until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks), 10)

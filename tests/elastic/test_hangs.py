@@ -1,4 +1,5 @@
-"""A rank that hangs in an evaluation of a real job: the others go on without it, in memory."""
+"""A rank of a real job that hangs in an evaluation, in a save, or in the first step after a resize: the others go on
+without it, in memory."""
 
 from __future__ import annotations
 
@@ -11,23 +12,41 @@ import pytest
 from tests.elastic.test_live import Run, run, same, undisturbed  # noqa: F401
 
 HANGS = """
-import signal, sys, time
+import os, signal, time
+
+places = os.environ["HANGS_IN"].split(",")
 
 def hang(number, frame):
-    while frame is not None:
-        if frame.f_code.co_name == "evaluate":
-            time.sleep(1e6)
+    while frame is not None and "/shoal/comm/" not in frame.f_code.co_filename:
+        if frame.f_code.co_name == places[0]:
+            if len(places) == 1:
+                time.sleep(1e6)
+            del places[0]
+            break
         frame = frame.f_back
     signal.setitimer(signal.ITIMER_REAL, 0.002)
 
 signal.signal(signal.SIGUSR1, hang)
 signal.signal(signal.SIGALRM, hang)
 """
-"""After SIGUSR1 a process's main thread stands still as soon as it evaluates; its other threads go on."""
+"""After SIGUSR1 a process's main thread stands still once it has been in functions of these names, one after the other,
+but in no collective, where it would count as one that waits; its other threads go on."""
 
 
 @pytest.mark.matrix
-def test_a_rank_that_hangs_in_an_evaluation_is_killed_and_the_others_go_on(
+@pytest.mark.parametrize(
+    "places, sets, killed, said",
+    [
+        ("evaluate", ["run.eval_every=5"], 0, "came no further in an evaluation for 1"),
+        ("save", ["run.save_every=5"], 0, "has not completed a save for 6"),
+        ("_enter,step", ["run.first_within=20"], 1, "has not completed the first step for 2"),
+    ],
+)
+def test_a_rank_that_hangs_is_killed_and_the_others_go_on(
+    places: str,
+    sets: list[str],
+    killed: int,
+    said: str,
     tmp_path: Path,
     run: Run,  # noqa: F811
     undisturbed: Callable[[int], list[float]],  # noqa: F811
@@ -36,12 +55,15 @@ def test_a_rank_that_hangs_in_an_evaluation_is_killed_and_the_others_go_on(
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"), prepend=":")
-    run.start("run.eval_every=5")
+    monkeypatch.setenv("HANGS_IN", places)
+    run.start(*sets)
     run.trains(60, world=4)
     before = run.ranks()
     before[2].send_signal(signal.SIGUSR1)
-    run.nodes[0].wait_for("rank 2 came no further in an evaluation for 1")
+    for rank in before[4 - killed :]:
+        rank.kill()
+    run.nodes[0].wait_for(f"rank 2 {said}")
     run.trains(20, world=4)
-    assert len(set(run.ranks()) & set(before)) == 3
+    assert len(set(run.ranks()) & set(before)) == 3 - killed
     run.ends()
     same(run, undisturbed)

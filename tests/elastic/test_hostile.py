@@ -24,8 +24,8 @@ from shoal.elastic.door import PENDING, Door
 from shoal.elastic.events import Limits
 from shoal.elastic.messages import Admitted, Join
 from shoal.elastic.nodes import SECRET
+from tests.elastic.clock import in_a_loop
 from tests.elastic.cluster import KEY, Member, close, generation, until
-from tests.elastic.test_coordinator import in_a_loop
 from tests.elastic.test_nodes import cluster as cluster
 from tests.elastic.test_nodes import records, steps_done, undisturbed, worlds, write_job
 from tests.elastic.test_nodes import until as wait_until
@@ -94,7 +94,7 @@ async def test_what_a_member_has_said_in_whatever_form_is_of_no_use_to_who_has_r
     await until(lambda: generation(a))
     b = Member("b")
     async with Listener(a.at.address) as listener:
-        b.at.follow(*listener.address)
+        b.at.follow([listener.address])
         b.task = asyncio.create_task(b.supervisor.run())
         await until(lambda: generation(a, b))
         number, members = generation(a, b), dict(a.at._coordinator.machine.roster.members)
@@ -199,7 +199,7 @@ async def test_a_coordinator_that_talks_nonsense_is_hung_up_on_and_its_member_en
 
     door = Door("127.0.0.1", 0, KEY, welcome, said.append)
     b = Member("b")
-    b.at.follow(door.host, door.port)
+    b.at.follow([(door.host, door.port)])
     b.task = asyncio.create_task(b.supervisor.run())
     await until(lambda: not wrong or b.task.done(), 20)
     assert not b.task.done() and not b.starts

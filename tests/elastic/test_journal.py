@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.elastic.events import EVENTS, Asked, Draining, Ended, Event, Joined, Left, Limits, Ready, Tick, TookOver
-from shoal.elastic.journal import Journal, read, replay
+from shoal.elastic.journal import Journal, continued, newest, read, replay, written
 from shoal.elastic.records import Malformed, decode, encode
 from shoal.errors import LaunchError
 
@@ -48,6 +48,19 @@ def test_a_torn_last_line_is_dropped_at_whatever_place(tmp_path: Path):
     for cut in (last, last + 1, last + 30, len(whole) - 1):
         (tmp_path / "journal").write_bytes(whole[:cut])
         assert read(tmp_path / "journal") == HISTORY[:-1]
+
+
+def test_a_journal_goes_on_as_the_newest_that_begins_alike(tmp_path: Path):
+    own, others = Journal(), [Journal(tmp_path / f"{number}.journal") for number in range(4)]
+    own.append(HISTORY[:2])
+    for journal, events in zip(others, ([Tick(1.0)] * 9, [HISTORY[7], Tick(6.0)], [HISTORY[7]], []), strict=True):
+        journal.append(HISTORY[1:2] if journal is others[3] else [*HISTORY[:2], *events])
+    with open(tmp_path / "1.journal", "a") as file:
+        file.write("damaged\ntorn")
+    found = [continued(own.lines, lines) for lines in written(tmp_path)]
+    assert found == [others[0].lines[2:], others[1].lines[2:], others[2].lines[2:], []]
+    assert max(found, key=newest) == found[1]  # somebody took over in it, and it is longer than the other such
+    assert written(tmp_path / "nowhere") == []
 
 
 def test_damage_lines_that_are_missing_and_lines_in_another_order_are_found(tmp_path: Path):

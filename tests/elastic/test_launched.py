@@ -126,6 +126,7 @@ def test_a_job_whose_tasks_are_nodes_begins_again_where_it_was(how: str, slurm: 
     said = (place / f"{name}.out").read_text()
     assert said.count("shoal: generation 1: 2 rank(s) on 2 node(s)") == 2 and "generation 2" not in said, said
     assert "stopped by SIGTERM" in (place / name / "metrics.jsonl").read_text(), said
+    assert [said.count(f"task {each}: Exited with exit code 143") for each in (0, 1)] == [1, 1], said
     assert losses_of(place / name) == undisturbed
 
 

@@ -15,15 +15,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.chaos.nodes import ranks_of
 from shoal.chaos.verdict import batches_of, check_samples, read_dealt
+from shoal.comm import World
 from shoal.elastic.nodes import SECRET
 from shoal.jobs.drill import VARIABLE as DRILL
 from shoal.jobs.plans import kept
 from shoal.jobs.read import load_job
+from shoal.jobs.train import train
 from shoal.report.jsonl import read_lines
+from shoal.report.replace import replace_text
 from tests.elastic.test_nodes import Cli, records, steps_done, until, write_job
 
 STEPS, BATCH = 400, 24
+PACE, LEFT = 0.05, 40
+"""Seconds before each step while ranks are missed, and the steps at the end that wait until all have come."""
 
 
 @dataclass
@@ -52,7 +58,15 @@ class Run:
 
     def ranks(self, node: int = 0) -> list[psutil.Process]:
         """The processes of a node, in the order in which they started: that of their ranks in the first generation."""
-        return sorted(self.nodes[node].process_of().children(), key=lambda each: (each.create_time(), each.pid))
+        return ranks_of(self.nodes[node].process.pid)
+
+    def slowly(self) -> None:
+        """Slows the ranks down, so that the run is not over before another rank has come."""
+        replace_text(self.folder / "drill/pace", f"{PACE} {self.steps - LEFT}")
+
+    def fast(self) -> None:
+        """Slows the ranks down no more."""
+        (self.folder / "drill/pace").unlink()
 
     def trains(self, more: int = 20, world: int | None = None, seconds: float = 60) -> None:
         """Waits until so many more steps are done, by a world of that size, which is there in so many seconds."""
@@ -68,7 +82,7 @@ class Run:
         return []
 
     def ends(self, node: int = 0) -> None:
-        assert self.nodes[node].process.wait(120) == 0, self.nodes[node].said
+        assert self.nodes[node].process.wait(240) == 0, self.nodes[node].said
 
 
 @pytest.fixture
@@ -85,13 +99,17 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
-    """Returns the losses of the job of so many steps on one rank."""
+    """Returns the losses of the job of so many steps on one rank: this process, with a whole batch at a time."""
 
     @cache
     def losses(steps: int) -> list[float]:
         alone = Run(tmp_path_factory.mktemp("undisturbed"), [], steps)
-        node = Cli(alone.folder, "job.toml")
-        assert node.process.wait(120) == 0, node.said
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(DRILL, raising=False)
+            patch.setenv("XDG_CACHE_HOME", str(alone.folder / "cache"))
+            patch.chdir(alone.folder)
+            job, origins = load_job(Path("job.toml"), [f"train.microbatch={BATCH}"])
+            train(job, origins, World.single("cpu"))
         return [each.loss for each in records(alone.folder).steps]
 
     return losses
@@ -142,7 +160,7 @@ class Row:
 
 ROWS = {
     "a rank": Row(kill(2)),
-    "rank 0": Row(kill(0)),
+    "rank 0": Row(kill(0), steps=200),
     "a stopped rank": Row(stop),
     "two at once": Row(kill(1, 2), survivors=2),
     "another while they go on": Row(kill_again_while_they_go_on, survivors=2),
@@ -176,7 +194,9 @@ def test_the_others_go_on_in_memory_and_a_new_process_joins_them(row: Row, run: 
     run.trains(60, world=4)
     before = run.ranks()
     row.strike(run)
+    run.slowly()
     run.trains(20, world=4)
+    run.fast()
     after = run.ranks()
     assert len(set(after) & set(before)) == row.survivors
     run.ends()

@@ -154,7 +154,19 @@ def test_a_member_that_drains_is_released_and_the_others_go_on():
     assert apply(machine, ended(6.0, "a", 1)) == []
     decisions = apply(machine, ended(6.1, "b", 1))
     assert decisions[0] == Release("a") and formed(decisions).names == ["b"]
-    assert apply(machine, Draining(7.0, "b"), ended(8.0, "b", 2))[-1] == Finish(143, "no node is left")
+    assert apply(machine, Draining(7.0, "b")) == [Stop(2, END, "b leaves")]
+    assert apply(machine, ended(8.0, "b", 2)) == [Release("b"), Finish(143, "no node is left")]
+
+
+@pytest.mark.parametrize("outcome", ["stopped", "finished"])
+def test_where_all_members_drain_the_run_ends_as_after_a_signal(outcome: str):
+    """Also where a scheduler has sent the signal to the ranks, too, which then have finished by themselves."""
+    machine = running("a", "b")
+    assert apply(machine, Draining(5.0, "a")) == [Stop(1, SAVE, "a leaves")]
+    assert apply(machine, Draining(5.1, "b")) == [Stop(1, END, "a leaves")]
+    assert apply(machine, ended(6.0, "a", 1, outcome)) == []
+    released = [Release("a"), Release("b"), Finish(143, "no node is left")]
+    assert apply(machine, ended(6.1, "b", 1, outcome)) == released
 
 
 def test_a_failure_while_draining_ends_the_others_at_once():
@@ -258,6 +270,17 @@ def test_a_standby_goes_on_with_those_that_find_it():
     assert apply(machine, ended(5.5, "b", 1, "lost", step=9)) == []  # d may still run ranks
     generation = formed(apply(machine, Tick(7.0)))
     assert (generation.number, generation.names, generation.step) == (2, ["b", "c"], 9)
+
+
+def test_two_standbys_that_both_take_over_do_not_both_go_on():
+    """Each has heard that it is the next one, and found half of the members. With three of four one goes on."""
+    for here, goes_on in ((["b", "c"], False), (["b", "c", "e"], True)):
+        machine = running("a", "b", "c", "d", "e")
+        apply(machine, TookOver(5.0, "b", "a", True, 1))
+        apply(machine, *(joined(5.1, name) for name in here))
+        decided = apply(machine, Tick(7.0))
+        assert any(isinstance(each, StepDown) for each in decided) != goes_on
+        assert any(isinstance(each, Form) for each in decided) == goes_on
 
 
 def test_a_standby_that_knows_of_a_newer_generation_does_not_use_its_number():

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.cli.start import _arrange
+from shoal.cli.start import arrange
 from shoal.elastic import nodes
 from shoal.elastic.control import JOB as JOB_ID
 from shoal.elastic.control import Place
@@ -28,7 +28,7 @@ from shoal.jobs.generation import record_of, resuming
 from shoal.jobs.lock import Holder, refuse_if_taken
 from shoal.jobs.plans import forget, keep, kept
 from shoal.jobs.ranks import fitted
-from shoal.jobs.read import load_job
+from shoal.jobs.read import load_job, parse_job
 from shoal.plan import Plan
 from shoal.report.metrics import RunRecords, read_metrics
 
@@ -88,6 +88,8 @@ def test_the_nearest_degrees_are_said():
         ["plan.dp=3", "plan.tp=1"],
         "3 ranks are no multiple of 2, so this generation has plan.tp=1",
     )
+    none, _ = parse_job({"model": {"name": "gpt"}, "train": {"steps": 1}})
+    assert fitted(none, 3) == ([], "") and fitted(none, 4, {"tp": 2}) == (["plan.dp=2", "plan.tp=2"], "")
     at = replace(job, run=replace(job.run, at=[{"step": 1, "plan": {"tp": 1}}]))
     with pytest.raises(UserError, match=r"run.at with --nodes"):
         fitted(at, 2)
@@ -100,21 +102,21 @@ def test_a_plan_that_was_changed_while_it_trained_is_that_of_later_generations_t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB.format(steps=9, every=0))
     arguments = ["-m", "shoal.jobs", str(tmp_path / "job.toml"), "plan.tp=2"]
-    assert _arrange(arguments, 4) == (["plan.dp=2"], "")
+    assert arrange(arguments, 4) == (["plan.dp=2"], "")
     folder = tmp_path / load_job(tmp_path / "job.toml", [])[0].run.dir
     folder.mkdir(parents=True)
     keep(folder, {"dp": 4, "tp": 1})
     keep(folder, {"zero": 3, "memory": {"device": "1GiB"}, "recompute": "all"})
-    args, said = _arrange(arguments, 4)
+    args, said = arrange(arguments, 4)
     job, _ = load_job(tmp_path / "job.toml", [*arguments[3:], *args])
     assert job.plan == Plan(dp=4, tp=1, zero=3, memory={"device": "1GiB"}, recompute="all") and said == ""
     keep(folder, {"tp": 2})
-    assert _arrange(arguments, 3)[1] == "3 ranks are no multiple of 2, so this generation has plan.tp=1"
+    assert arrange(arguments, 3)[1] == "3 ranks are no multiple of 2, so this generation has plan.tp=1"
     keep(folder, {"memory": "none"})
-    args, said = _arrange([*arguments, 'plan.memory={device = "1GiB"}'], 4)
+    args, said = arrange([*arguments, 'plan.memory={device = "1GiB"}'], 4)
     assert args == ["plan.dp=2"] and said.startswith("the plan is that of the job file again: plan.memory of the job")
     forget(folder)
-    assert kept(folder) == {} and _arrange(arguments, 4) == (["plan.dp=2"], "")
+    assert kept(folder) == {} and arrange(arguments, 4) == (["plan.dp=2"], "")
 
 
 @pytest.mark.fast

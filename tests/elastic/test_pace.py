@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -12,13 +14,13 @@ from shoal.elastic import pace as room
 from shoal.elastic.events import SAVE, Draining, Limits, Say, Slow, Stop, Tick
 from shoal.elastic.membership import RUNNING
 from shoal.elastic.messages import Paces
-from shoal.elastic.pace import STALE, Pace, Stragglers, paces_of, times_of
+from shoal.elastic.pace import STALE, Company, Pace, Stragglers, paces_of
 from shoal.jobs.pace import OUTLIERS, SKIPPED, WINDOW, OwnPace
 from shoal.launch.board import BUSY, STEP, Progress
 from shoal.mesh import Mesh
 from shoal.plan import Plan
+from tests.elastic.clock import in_a_loop
 from tests.elastic.cluster import Member, close, generation, until
-from tests.elastic.test_coordinator import in_a_loop
 from tests.elastic.test_membership import apply, ended, formed, joined, running
 
 pytestmark = pytest.mark.fast
@@ -42,7 +44,25 @@ def told(*nows: float, parts: tuple[int, ...] = (), best: float = 0.1, number: i
     ],
 )
 def test_a_rank_is_compared_with_those_of_its_part_else_with_its_own_past(pace, others, times):
-    assert times_of(pace, others) == pytest.approx(times)
+    assert Company([[pace], others]).times_of(pace, [pace]) == pytest.approx(times)
+
+
+def test_each_of_many_is_compared_with_all_others_and_not_with_itself():
+    """Beside the plain way: for each member, the figures of all others."""
+    draw = random.Random(1)
+    for _ in range(200):
+        members = [
+            [Pace(0, draw.choice((0, 0, 1)), draw.randint(1, 9), 1.0) for _ in range(draw.randint(1, 3))]
+            for _ in range(draw.randint(1, 7))
+        ]
+        company = Company(members)
+        for number, own in enumerate(members):
+            others = [pace for other, theirs in enumerate(members) if other != number for pace in theirs]
+            for pace in own:
+                peers = [each.now for each in others if each.part == pace.part]
+                grown = max(1.0, statistics.median(each.now for each in others)) if others else pace.now
+                times = pace.now / (statistics.median_low(peers) if peers else grown)
+                assert company.times_of(pace, own) == pytest.approx(times)
 
 
 def test_a_member_is_slow_once_it_was_so_for_seconds_and_what_is_old_does_not_count():

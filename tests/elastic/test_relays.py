@@ -14,12 +14,14 @@ import psutil
 import pytest
 
 from shoal.elastic import relay
+from shoal.elastic.connection import Connection
 from shoal.elastic.events import Limits
-from shoal.elastic.messages import Ask, Beat, Drain, Passed, Report
+from shoal.elastic.messages import Ask, Beat, Drain, Elsewhere, Join, Passed, Report
+from shoal.elastic.peers import Peer, Peers
 from shoal.elastic.records import encode
 from shoal.elastic.tunnel import FRAME, Passage, Piece, Tunnel
+from tests.elastic.clock import in_a_loop
 from tests.elastic.cluster import Member, close, generation, until
-from tests.elastic.test_coordinator import in_a_loop
 
 pytestmark = pytest.mark.fast
 
@@ -55,6 +57,116 @@ def depth(member: Member, members: list[Member]) -> int:
     return 0 if relay is None else 1 + depth(relay, members)
 
 
+def below_each(coordinator: Member) -> list[int]:
+    """How many members are below each of those that are connected to the coordinator."""
+    peers = coordinator.at._coordinator._peers
+    return sorted(peer.below for name, peer in peers.direct.items() if name != coordinator.at.name)
+
+
+async def settled(members: list[Member]) -> None:
+    """Waits until nobody looks for another way, and some time more in which somebody might."""
+    await until(lambda: not any(each.at.detour.sought for each in members))
+    await asyncio.sleep(0.3)
+    await until(lambda: all(each.supervisor._connection is not None for each in members))
+
+
+class Below(list[Connection]):
+    """Stands for a Branch of these tunnels."""
+
+    @property
+    def last(self) -> Connection | None:
+        return self[-1] if self else None
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+
+class Hears:
+    """Stands for a connection."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.told.append(message)
+
+
+@pytest.mark.parametrize(
+    "below, asked",
+    [
+        ([0, 0, 0, 0], "m2"),  # two are too many above
+        ([2], "m0.1"),  # there is room above
+        ([1], "m0.0"),
+        ([5, 1], "m0.4"),
+        ([1, 5], "m1.4"),
+        ([4, 2], ""),  # not half as many below the other one
+        ([2, 0], ""),  # as many as a relay takes
+        ([], ""),
+    ],
+)
+def test_who_is_asked_to_come_again(below: list[int], asked: str) -> None:
+    known = ["own", "first", "second", *(f"m{number}" for number in range(len(below)))]
+    peers, hears = Peers("own", dict.fromkeys(known, "")), {}
+
+    def put(name: str, branch: Below | None) -> Peer:
+        hears[name] = Hears()
+        join = Join(name, f"incarnation of {name}", 1, "127.0.0.1", 4000, 1, False, 1)
+        peers.put(name, Peer(hears[name], join, branch, heard=0.0, admitted=True))
+        return peers[name]
+
+    put("own", Below())
+    for number, count in enumerate(below):
+        branch = put(f"m{number}", Below()).branch
+        for each in range(count):
+            branch.append(put(f"m{number}.{each}", None).connection)
+
+    def told() -> list[str]:
+        peers.even_out(2)
+        found = [name for name, each in hears.items() if Elsewhere("127.0.0.1", 4000) in each.told]
+        for each in hears.values():
+            each.told.clear()
+        return found
+
+    assert told() == [asked] * bool(asked)
+    assert asked not in told()  # once in a generation
+    peers.settle()
+    assert told() == [asked] * bool(asked)
+    if asked:
+        peers[asked].admitted = False
+        peers.settle()
+        assert asked not in told()
+
+
+def test_a_standby_keeps_its_place():
+    """It is not asked to come again, and who comes back does not take the place that another has meanwhile."""
+    hears = {name: Hears() for name in ("own", "a", "b", "c", "d")}
+    peers = Peers("own", dict.fromkeys(hears, ""))
+
+    def put(*names: str, branch: Below | None = None) -> None:
+        for name in names:
+            join = Join(name, f"incarnation of {name}", 1, "127.0.0.1", 4000, 1, False, 1)
+            peers.put(name, Peer(hears[name], join, branch, heard=0.0, admitted=True))
+
+    def roster() -> str:
+        peers.tell_roster({peer.join.incarnation: name for name, peer in peers.items()})
+        return " ".join(each.split()[0] for each in peers.roster)
+
+    put("own", "b", branch=Below())
+    put("c", "a")
+    assert roster() == "own a b"  # the first ones in the order of all members
+    peers["b"].branch.append(hears["a"])  # the last one below the only relay, so that it could come again
+    peers.even_out(2)
+    assert Elsewhere("127.0.0.1", 4000) not in hears["a"].told
+    put("d")
+    peers["b"].branch.append(hears["d"])
+    peers.even_out(2)
+    assert Elsewhere("127.0.0.1", 4000) in hears["d"].told
+    del peers["a"]
+    assert roster() == "own b c"
+    put("a")
+    assert roster() == "own b c"
+
+
 @in_a_loop
 async def test_a_tree_agrees_on_a_generation_and_ends_together():
     members = await tree(9)
@@ -74,7 +186,48 @@ async def test_a_relay_that_dies_is_replaced_and_only_its_own_ranks_are_lost():
     assert a.runs.why == "b is gone" and len([line for line in a.said if "is gone:" in line]) == 1
     assert below and all(each.starts[-2].ended.message == "" for each in below)  # their ranks were told to leave
     assert max(depth(each, left) for each in left) <= 2
+    now = generation(*left)
+    await until(lambda: below_each(a) == [2, 3])  # c had up to five below, and who came in place of b nobody
+    await settled(left)
+    assert generation(*left) == now and below_each(a) == [2, 3]
     await close(*left)
+
+
+@in_a_loop
+async def test_who_comes_by_another_way_with_old_news_stays_and_can_come_once_more():
+    members = a, *_, last = await tree(9)
+    way, number = last.supervisor._connection, generation(*members)
+    last.at.running = number - 1  # as if the start of its ranks were still under way to it
+    last.at.detour.seek(*a.at.address)
+    await until(lambda: not last.at.detour.sought)
+    last.at.running = number
+    assert last.supervisor._connection is way
+    last.at.detour.seek(*a.at.address)
+    await until(lambda: last.supervisor._connection not in (way, None))
+    await settled(members)
+    assert generation(*members) == number and {len(each.starts) for each in members} == {1}
+    await close(*members)
+
+
+@in_a_loop
+async def test_what_was_said_by_another_way_that_is_not_taken_is_said_again():
+    a = Member("a").lead(Limits(maximum=1, settle=0.0))
+    await until(lambda: generation(a))
+    b = Member("b").join(a)
+    ready = a.at._coordinator.machine.roster.ready
+    await until(lambda: ready.get("b") == 1)
+    b.at.running, offer = 9, b.at.offer
+
+    def one_more() -> tuple[int, bool]:
+        b.ranks = 2
+        return offer()
+
+    b.at.offer = one_more
+    b.at.detour.seek(*a.at.address)
+    await until(lambda: not b.at.detour.sought)
+    assert b.ranks == 2
+    await until(lambda: ready["b"] == 2)
+    await close(a, b)
 
 
 @in_a_loop
@@ -87,8 +240,9 @@ async def test_members_below_a_relay_that_is_silent_go_elsewhere_before_their_ra
     moved = [each for each in others if above(each, members) is parent]
     before = {each.name: each.supervisor._connection for each in moved}
     await until(lambda: all(each.supervisor._connection not in (None, before[each.name]) for each in moved))
-    assert all(above(each, members) is not parent for each in moved)
-    assert generation(*members) == 1  # nobody's ranks have noticed
+    await until(lambda: below_each(members[0]) == [2, 2])  # the coordinator has two again: who came to it went below
+    await settled(members)
+    assert generation(*members) == 1 and {len(each.starts) for each in members} == {1}  # nobody's ranks have noticed
     await close(*members)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.elastic.watchdog import Watchdog
-from shoal.launch.board import BUSY, EVALUATION, SAVE, STEP, VARIABLE, Board, Progress, open_board, read_board
+from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, VARIABLE, Board, Progress, open_board, read_board
 
 pytestmark = pytest.mark.fast
 
@@ -37,10 +37,84 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_with_what_the_others
 
 def test_slow_steps_have_more_time_and_the_first_one_has_all():
     watchdog, boards, now = trained(6.0)
-    assert watchdog.limit == 30.0
     assert watchdog.look(boards, set(), now + 29) is None and watchdog.look(boards, set(), now + 31).here
     watchdog = Watchdog()
     assert watchdog.look({0: Progress(1, STEP, 5.0, 5.0)}, set(), 500.0) is None
+
+
+@pytest.mark.parametrize("patience", [1.0, 2.0])
+def test_the_first_step_after_a_resize_has_the_time_that_the_job_gives_and_the_next_generation_twice_as_long(patience):
+    watchdog = Watchdog(patience)  # a new generation: nothing is known of its steps
+    limit = 1800 * patience
+    builds = {rank: Progress(-1, BUSY, 100.0, 100.0, first=1800.0) for rank in range(2)}
+    assert watchdog.look(builds, set(), 1e6) is None
+    boards = {rank: replace(board, phase=FIRST) for rank, board in builds.items()}
+    boards[0] = replace(boards[0], waits=101.0, where="all_reduce for the gradients")
+    assert watchdog.look(boards, set(), 100 + limit - 1) is None
+    assert watchdog.look({0: boards[0], 1: builds[1]}, set(), 1e6) is None  # the other one still builds
+    hang = watchdog.look(boards, set(), 100 + limit + 1)
+    assert (hang.ranks, hang.stopped, hang.first) == ((1,), False, True) and hang.text == (
+        f"rank 1 has not completed the first step for {limit + 1:.0f} s (run.first_within; give more if it does not "
+        "hang: the next generation has twice as long); rank 0 is in all_reduce for the gradients for "
+        f"{limit:.0f} s, rank 1 is in its first step"
+    )
+    waits = dict.fromkeys(range(2), boards[0])
+    assert watchdog.look(waits, set(), 100 + limit + 1) is None
+    elsewhere = watchdog.look(waits, set(), 100 + limit + 3)
+    assert elsewhere.first and not elsewhere.here
+    assert elsewhere.text.startswith("all ranks here wait for others (run.first_within; ")
+
+
+def test_the_second_step_has_as_long_as_the_first_and_none_has_a_limit_where_the_job_gives_none():
+    watchdog = Watchdog()
+    one = {0: Progress(7, STEP, 100.0, 100.0, first=1800.0)}
+    assert watchdog.look(one, set(), 1899.0) is None and watchdog.look(one, set(), 1901.0).ranks == (0,)
+    for phase in (FIRST, STEP, EVALUATION, SAVE):
+        assert Watchdog().look({0: Progress(7, phase, 100.0, 100.0)}, set(), 1e9) is None
+
+
+def test_under_a_new_plan_what_steps_took_before_does_not_count():
+    watchdog, boards, now = trained(0.1)
+    boards = {rank: replace(board, first=1800.0) for rank, board in boards.items()}
+    boards = {rank: replace(board, phase=FIRST, stepped=now + 1) for rank, board in boards.items()}
+    assert watchdog.look(boards, set(), now + 1800) is None
+    assert watchdog.look(boards, set(), now + 1802).text.startswith("rank 0, 1 has not completed the first step for 18")
+    boards = {rank: replace(board, phase=STEP, step=9, stepped=now + 41) for rank, board in boards.items()}
+    assert watchdog.look(boards, set(), now + 41 + 199) is None  # five times as long as the first one, which took 40 s
+    assert not watchdog.look(boards, set(), now + 41 + 201).first
+    boards = {rank: replace(board, phase=EVALUATION) for rank, board in boards.items()}
+    assert watchdog.look(boards, set(), now + 41 + 1799) is None
+
+
+def test_steps_that_are_over_before_anybody_looks_are_timed():
+    watchdog = Watchdog()
+    for look, step in enumerate((3, 40, 75)):
+        board = Progress(step, STEP, 100.0 + 0.2 * look, 100.0 + 0.2 * look, first=1800.0)
+        assert watchdog.look({0: board}, set(), board.stepped) is None
+    assert watchdog.median == pytest.approx((0.2 / 37 + 0.2 / 35) / 2)
+    assert watchdog.look({0: board}, set(), board.stepped + 10.1).ranks == (0,)
+
+
+def test_a_rank_measures_its_evaluations_and_saves_from_the_first_step_of_a_plan(tmp_path: Path, monkeypatch):
+    """A save before the first step ends with the call, others with the next step, which may take more than a minute."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    board, found = Board(tmp_path / "board", lambda: None), []
+    for phase, seconds in ((SAVE, 30.0), (FIRST, 40.0), (STEP, 1.0), (EVALUATION, 0.02), (EVALUATION, 0.05)):
+        board.show(phase)
+        now[0] += seconds
+        found.append(read_board(tmp_path / "board"))
+    assert [(each.evaluation, each.save) for each in found[:4]] == [(0.0, 0.0)] * 4
+    assert found[4].evaluation == pytest.approx(0.02)
+    board.show(BUSY)
+    assert read_board(tmp_path / "board").evaluation == pytest.approx(0.05)
+    board.show(SAVE)
+    now[0] += 7.0
+    board.show(STEP, 9)
+    assert read_board(tmp_path / "board").save == pytest.approx(7.0)
+    board.show(FIRST)
+    board.close()
+    assert (read_board(tmp_path / "board").evaluation, read_board(tmp_path / "board").save) == (0.0, 0.0)
 
 
 def test_who_builds_is_not_late():
@@ -54,15 +128,15 @@ def test_an_evaluation_that_comes_no_further_is_found_by_its_own_pace():
     boards[0] = replace(boards[0], waits=now, where="all_reduce for the evaluation")
     boards[1] = replace(boards[1], phase=EVALUATION, stepped=now)
     assert watchdog.look(boards, set(), now + 500) is None  # its first microbatch may take any time
+    bound = {rank: replace(board, first=1800.0) for rank, board in boards.items()}
+    hang = watchdog.look(bound, set(), now + 1801)
+    assert hang.first and hang.text.startswith("rank 1 came no further in an evaluation for 1801 s (run.first_within")
     boards = {rank: replace(board, stepped=now + 500) for rank, board in boards.items()}
-    assert watchdog.look(boards, set(), now + 500) is None
-    boards[1] = replace(boards[1], phase=STEP, stepped=now + 501)
-    assert watchdog.look(boards, set(), now + 501) is None
-    boards = {rank: replace(board, phase=EVALUATION, stepped=now + 502) for rank, board in boards.items()}
-    assert watchdog.look(boards, set(), now + 502 + 2499) is None
-    hang = watchdog.look(boards, set(), now + 502 + 2501)
-    assert hang.ranks == (1,) and hang.text == (
-        "rank 1 came no further in an evaluation for 2501 s; rank 0 is in all_reduce for the evaluation for 3003 s, "
+    boards[1] = replace(boards[1], phase=EVALUATION, evaluation=500.0)  # the longest of any rank counts
+    assert watchdog.look(boards, set(), now + 500 + 2499) is None
+    hang = watchdog.look(boards, set(), now + 500 + 2501)
+    assert (hang.first, hang.ranks) == (False, (1,)) and hang.text == (
+        "rank 1 came no further in an evaluation for 2501 s; rank 0 is in all_reduce for the evaluation for 3001 s, "
         "rank 1 is in an evaluation after step 8"
     )
 
@@ -70,11 +144,9 @@ def test_an_evaluation_that_comes_no_further_is_found_by_its_own_pace():
 def test_microbatches_of_an_evaluation_that_are_quick_have_ten_seconds_or_five_steps():
     for seconds, limit in ((0.1, 10.0), (6.0, 30.0)):
         watchdog, boards, now = trained(seconds)
-        for more in (0.0, 0.2, 0.4):
-            boards = {rank: replace(board, phase=EVALUATION, stepped=now + more) for rank, board in boards.items()}
-            assert watchdog.look(boards, set(), now + more) is None
-        assert watchdog.look(boards, set(), now + 0.4 + limit - 0.1) is None
-        assert watchdog.look(boards, set(), now + 0.4 + limit + 0.1).ranks == (0, 1)
+        boards = {rank: replace(board, phase=EVALUATION, evaluation=0.02) for rank, board in boards.items()}
+        assert watchdog.look(boards, set(), now + limit - 0.1) is None
+        assert watchdog.look(boards, set(), now + limit + 0.1).ranks == (0, 1)
 
 
 def test_a_save_has_a_minute_or_five_times_as_long_as_the_longest_before():
@@ -82,12 +154,10 @@ def test_a_save_has_a_minute_or_five_times_as_long_as_the_longest_before():
         watchdog, boards, now = trained(0.1)
         boards = {rank: replace(board, phase=SAVE) for rank, board in boards.items()}
         assert watchdog.look(boards, set(), now + 1000) is None  # the first one
-        boards = {rank: Progress(9, STEP, now + took, now) for rank in boards}
-        assert watchdog.look(boards, set(), now + took) is None
-        boards[1] = replace(boards[1], phase=SAVE)
+        boards = {rank: Progress(9, SAVE, now, now, save=took) for rank in boards}
         boards[0] = replace(boards[0], waits=now, where="all_gather")
-        assert watchdog.look(boards, set(), now + took + limit - 0.1) is None
-        hang = watchdog.look(boards, set(), now + took + limit + 0.1)
+        assert watchdog.look(boards, set(), now + limit - 0.1) is None
+        hang = watchdog.look(boards, set(), now + limit + 0.1)
         assert hang.ranks == (1,) and hang.text.startswith(f"rank 1 has not completed a save for {limit:.0f} s; rank 0")
         assert hang.text.endswith("rank 1 is in a save after step 9")
 
@@ -125,8 +195,8 @@ def test_what_a_rank_shows_is_read(tmp_path: Path):
     while (found := read_board(tmp_path / "board")).waits:
         time.sleep(0.02)
     board.close()
-    assert (found.step, found.phase, found.where) == (7, SAVE, "")
+    assert (found.step, found.phase, found.where, found.first) == (7, SAVE, "", 0.0)
     assert open_board({}, lambda: None) is None
-    opened = open_board({VARIABLE: str(tmp_path / "other")}, lambda: None)
+    opened = open_board({VARIABLE: str(tmp_path / "other")}, lambda: None, 60.0)
     opened.close()
-    assert read_board(tmp_path / "other").step == -1
+    assert (read_board(tmp_path / "other").step, read_board(tmp_path / "other").first) == (-1, 60.0)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ from shoal.jobs.served.policy import policy_of, samples_of
 from shoal.jobs.served.serve import serve
 from shoal.jobs.served.settings import check_served
 from shoal.jobs.served.several import share_of
+from shoal.jobs.served.tables import tables_of
 from shoal.jobs.served.worker import work
 from shoal.jobs.train import train
 from shoal.launch.identity import Identity
@@ -129,7 +131,17 @@ def test_several_servers_train_to_the_bit_as_one_and_any_number_goes_on(tmp_path
 def test_more_servers_than_parameters_are_refused(tmp_path):
     settled = settle(*parse_job(tables(tmp_path)), Sizes(1, 1))
     with pytest.raises(UserError, match=r"ps=5: the model has 4 parameters.*Give ps=1"):
-        share_of(settled, 0, 5)
+        share_of(tables_of(settled), 0, 5)
+
+
+def test_the_model_is_made_once_to_learn_its_tables_and_shares(tmp_path):
+    settled, made = settle(*parse_job(tables(tmp_path)), Sizes(1, 1)), []
+    counted = replace(settled.model, factory=lambda: made.append(settled.model.factory()) or made[-1])
+    found = tables_of(replace(settled, model=counted))
+    shares = [share_of(found, index, 3) for index in range(3)]
+    assert len(made) == 1
+    names = [name for share in shares for name, _ in share.factory().named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in made[0].named_parameters())
 
 
 def test_statistics_of_batches_are_those_of_ranks(tmp_path):

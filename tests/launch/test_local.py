@@ -42,12 +42,12 @@ def test_ranks_meet_and_know_their_place_and_arguments(script, tmp_path: Path, c
         "world = shoal.launch.join()\n"
         "total = world.everyone.all_reduce(torch.tensor([1 + world.rank]))\n"
         "print(world.rank, world.size, world.local_rank, world.local_size, total.item(), sys.argv[1:], "
-        "os.environ['OMP_NUM_THREADS'], __name__)\n"
+        "os.environ['OMP_NUM_THREADS'], os.environ['TORCH_CPP_LOG_LEVEL'], __name__)\n"
     )
     (tmp_path / "helper.py").write_text("")  # a script imports what lies beside it
     assert launch([*program, "--lr", "3"], 2, run_dir=tmp_path / "run", threads=1) == 0
-    assert capfd.readouterr().out == "0 2 0 2 3 ['--lr', '3'] 1 __main__\n"
-    assert (tmp_path / "run/logs/rank1.log").read_text() == "1 2 1 2 3 ['--lr', '3'] 1 __main__\n"
+    assert capfd.readouterr().out == "0 2 0 2 3 ['--lr', '3'] 1 ERROR __main__\n"
+    assert (tmp_path / "run/logs/rank1.log").read_text() == "1 2 1 2 3 ['--lr', '3'] 1 ERROR __main__\n"
 
 
 def test_a_script_made_for_torchrun_runs_and_modules_do(script, tmp_path: Path, capfd, monkeypatch) -> None:
@@ -120,8 +120,10 @@ def test_an_error_of_the_factory_is_shown_once(script, capfd) -> None:
     assert said.count("KeyError: 'my own'") == 1 and said.count("Traceback") == 1 and "every rank failed" in said
 
 
-def test_a_rank_that_leaves_is_named(script, capfd) -> None:
+def test_a_rank_that_leaves_is_named_also_where_its_process_takes_long_to_end(script, capfd) -> None:
     program = script(
+        "import atexit\n"
+        "if rank == 1: atexit.register(time.sleep, 600)  # is called last, when the others have missed it\n"
         "import torch\nfrom shoal.launch import join\nworld = join()\nworld.everyone.barrier()\n"
         "if rank == 1: sys.exit(0)\nworld.everyone.all_reduce(torch.ones(3))"
     )
@@ -255,6 +257,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("busy", BUSY.values(), ids=BUSY)
+@pytest.mark.usefixtures("others_are_forked")
 @pytest.mark.alone
 def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, capfd) -> None:
     program = script(
@@ -274,6 +277,7 @@ def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, cap
     assert seconds < 3  # 2 where a rank has a core of its own
 
 
+@pytest.mark.usefixtures("others_are_forked")
 @pytest.mark.alone
 def test_a_stall_of_rank_0_is_seen_where_the_ranks_were_started(script, capfd) -> None:
     """The output of the ranks that wait goes to files."""

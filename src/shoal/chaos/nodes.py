@@ -20,6 +20,7 @@ from shoal.comm.secret import new_secret
 from shoal.elastic.events import Joined, TookOver
 from shoal.elastic.journal import read
 from shoal.errors import LaunchError
+from shoal.launch.fork_server import NAME as FORK_SERVER
 
 MARK = "SHOAL_CHAOS"
 """Every process of the run inherits this variable, so that orphans are found too."""
@@ -48,20 +49,28 @@ class Node:
 
     def ranks(self) -> list[psutil.Process]:
         """Returns its rank processes, the oldest first."""
-        found = []
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children():
-                with suppress(psutil.Error):
-                    if child.status() != psutil.STATUS_ZOMBIE and not any(
-                        w in " ".join(child.cmdline()) for w in _HELPERS
-                    ):
-                        found.append(child)
-        return sorted(found, key=lambda each: (each.create_time(), each.pid))
+        return ranks_of(self.process.pid)
 
     @property
     def said(self) -> str:
         """What it has written so far."""
         return self.log.read_text(errors="replace")
+
+
+def ranks_of(supervisor: int) -> list[psutil.Process]:
+    """Returns the rank processes of the process `supervisor`, the oldest first."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(supervisor).children():
+            with suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE and not _helps(child):
+                    found.append(child)
+    return sorted(found, key=lambda each: (each.create_time(), each.pid))
+
+
+def _helps(process: psutil.Process) -> bool:
+    line = " ".join(process.cmdline())
+    return process.name() == FORK_SERVER or any(each in line for each in _HELPERS)
 
 
 class Cluster:
@@ -89,6 +98,7 @@ class Cluster:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._env = {**os.environ, MARK: self.mark, SECRET: new_secret(), "TMPDIR": str(self.temporary), **variables}
+        self._env.pop("RAY_ADDRESS", None)  # else Ray would place them
         self.nodes: list[Node] = []
         given = [f"--set={each}" for each in (*assignments, f'run.dir="{self.run_dir}"')]
         first = self._add([str(job), f"--nodes={least}:{self.size}", f"--nproc={nproc}", *given])

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.elastic import relay as relays
 from shoal.elastic.connection import Connection
-from shoal.elastic.election import Tenure, free_name
+from shoal.elastic.election import free_name
 from shoal.elastic.events import (
     Asked,
     Decision,
@@ -26,7 +24,6 @@ from shoal.elastic.events import (
     Event,
     Finish,
     Form,
-    Generation,
     Joined,
     Left,
     Ready,
@@ -39,7 +36,7 @@ from shoal.elastic.events import (
 )
 from shoal.elastic.journal import Journal
 from shoal.elastic.liveness import BEAT, SILENCE, refuses
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import RUNNING, Membership
 from shoal.elastic.messages import (
     DIRECT,
     Admitted,
@@ -66,31 +63,11 @@ from shoal.elastic.pace import Stragglers
 from shoal.elastic.peers import STANDBYS, Peer, Peers
 from shoal.elastic.records import Malformed
 from shoal.elastic.relay import Branch
+from shoal.elastic.site import Site
 from shoal.elastic.tunnel import Tunnel
 from shoal.elastic.waiting import why_it_waits
 
-_LOOK = 0.05
-
-
-@dataclass
-class Site:
-    """What the coordinator needs beside the membership.
-
-    name, incarnation: of the member in whose process it runs.
-    job: what every member is told when it is admitted; the name and the generation are filled in.
-    open_store: opens the store of a generation; returns its host and port.
-    arrange: returns further arguments of the program for so many ranks. say: writes a line to the log.
-    key: from the job's secret. tenure: keeps the journal, in place of standbys.
-    """
-
-    name: str
-    incarnation: str
-    job: Admitted
-    open_store: Callable[[Generation], tuple[str, int]]
-    arrange: Callable[[int], list[str]]
-    say: Callable[[str], None]
-    key: bytes
-    tenure: Tenure | None = None
+_LOOK, _LOOK_AT_PACES = 0.05, 1.0
 
 
 class Coordinator:
@@ -101,7 +78,7 @@ class Coordinator:
         self._peers = Peers(site.name, machine.roster.known, STANDBYS if site.tenure is None else 0)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._names = {each: name for name, each in machine.roster.known.items()} | {site.incarnation: site.name}
-        self._stragglers, self._kept = Stragglers(), set[tuple[str, int]]()
+        self._stragglers, self._kept, self._next_look = Stragglers(), set[tuple[str, int]](), 0.0
         self.released = False
         """Whether the member in whose process this runs has drained and leaves."""
 
@@ -136,24 +113,29 @@ class Coordinator:
     async def welcome(self, connection: Connection | Tunnel, join: Join) -> None:
         """Hears a member until its connection ends; sends it to a relay where there are many."""
         stays = join.way == DIRECT or join.incarnation == self._site.incarnation or isinstance(connection, Tunnel)
-        if not stays and (relay := self._peers.relay(relays.FANOUT)) is not None:
+        if not stays and (relay := self._peers.relay(relays.FANOUT, join.incarnation)) is not None:
             connection.send(Elsewhere(relay.host, relay.port, below=True))
             await connection.close()
             return
         name = self._name_for(join)
+        if join.connected and self._may_have_old_news(name, join):
+            self._peers.stays(join.incarnation)
+            connection.send(Elsewhere("", 0))
+            await connection.close()
+            return
+        place = join.ranks, join.host, join.port, join.running, join.holds
         try:
-            event = Joined(
-                time.time(), name, join.incarnation, join.ranks, join.host, join.port, join.running, join.holds
-            )
+            event = Joined(time.time(), name, join.incarnation, *place)
         except ValueError as error:
             connection.send(Refused(str(error)))
             await connection.close()
             return
         if (before := self._peers.get(name)) is not None:
             before.connection.abort()
-        peer = self._peers[name] = Peer(connection, join)
+        peer = Peer(connection, join, heard=time.monotonic())
         if isinstance(connection, Connection):
             peer.branch = Branch(connection, self._site.key, self.welcome, self._site.say)
+        self._peers.put(name, peer)
         self.tell(event)
         try:
             while True:
@@ -170,6 +152,17 @@ class Coordinator:
         peer.admitted = False
         self._peers.held.set()
         await self._lost(name, peer)
+
+    def _may_have_old_news(self, name: str, join: Join) -> bool:
+        """Whether a member that comes by another way may not have heard yet what it was told by the old one, or this
+        side not what it told. Its ranks, which go on, would count as ended."""
+        quiet = self.machine.phase == RUNNING and self._events.empty()
+        return name in self._peers and not (quiet and join.running == self._running(name))
+
+    def _running(self, name: str) -> int:
+        """The generation in which a member has ranks, 0 for none."""
+        generation = self.machine.generation
+        return generation.number if generation is not None and name in self.machine.pending else 0
 
     def _hear(self, name: str, peer: Peer, message: Any) -> None:
         peer.heard = time.monotonic()
@@ -215,17 +208,20 @@ class Coordinator:
         while True:
             await asyncio.sleep(_LOOK)
             now = time.monotonic()
-            stood = now - before - _LOOK
-            before = now
-            for name, peer in list(self._peers.items()):
-                peer.heard += stood if stood > BEAT else 0.0
-                if peer.branch is not None and now - peer.heard > SILENCE:
+            stood, before = now - before - _LOOK, now
+            for name, peer in self._peers.direct.items():
+                peer.heard, peer.sent = peer.heard + (stood if stood > BEAT else 0.0), 0
+                if now - peer.heard > SILENCE:
                     del self._peers[name]
                     peer.connection.abort()
                     self.tell(Left(time.time(), name, False, f"it was silent for {now - peer.heard:.1f} s"))
             if self.machine.due(time.time()):
                 self.tell(Tick(time.time()))
-            self._look_for_stragglers(now)
+            if self.machine.phase == RUNNING:
+                self._peers.even_out(relays.FANOUT)
+            if now >= self._next_look:
+                self._next_look = now + _LOOK_AT_PACES
+                self._look_for_stragglers(now)
 
     def _look_for_stragglers(self, now: float) -> None:
         """Has a slow member put aside, unless as many nodes as it leaves are too few."""
@@ -244,18 +240,15 @@ class Coordinator:
     def _name_for(self, join: Join) -> str:
         """Returns the name that this process has here, else the wished one, with a number where that is taken."""
         if join.incarnation not in self._names:
-            name = free_name(join.name, self._peers, self.machine.awaited, (self._site.name,))
-            self._names[join.incarnation] = name
+            self._names[join.incarnation] = free_name(join.name, self._peers, self.machine.awaited, (self._site.name,))
         return self._names[join.incarnation]
 
     def _admit(self, name: str) -> None:
-        peer = self._peers.get(name)
-        if peer is None:
+        if (peer := self._peers.get(name)) is None:
             return
-        peer.admitted, job, machine = True, self._site.job, self.machine
-        number = machine.generation.number if machine.generation is not None and name in machine.pending else 0
-        peer.connection.send(Admitted(**{**vars(job), "name": name, "generation": number}))
-        if why := why_it_waits(machine, name):
+        peer.admitted = True
+        peer.connection.send(Admitted(**{**vars(self._site.job), "name": name, "generation": self._running(name)}))
+        if why := why_it_waits(self.machine, name):
             peer.connection.send(Note(why))
         peer.connection.send(Roster(self._peers.roster))
 
@@ -288,6 +281,7 @@ class Coordinator:
         number, size, nodes = generation.number, generation.size, len(generation.places)
         self._site.say(f"generation {number}: {size} rank(s) on {nodes} node(s) ({generation.why})")
         about = generation.why, generation.step, events, generation.live, args
+        self._peers.settle()
         for place in generation.places:
             self._peers.send(place.name, Start(number, place.first, place.ranks, size, host, port, nodes, *about))
 

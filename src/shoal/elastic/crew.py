@@ -21,7 +21,9 @@ from shoal.elastic.pulse import Pulse
 from shoal.elastic.watchdog import Hang, Watchdog
 from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
-from shoal.launch.process import MISTAKE_GRACE, threads_of
+from shoal.launch import fork_server
+from shoal.launch.fork_server import ForkServer
+from shoal.launch.process import MISTAKE_GRACE, library_variables
 from shoal.launch.store import rank_list
 from shoal.launch.verdict import Ending, verdict
 
@@ -49,10 +51,12 @@ class Crew:
         self._wanted, self._secret, self._folder, self._say = wanted, secret, folder, say
         self._job: Admitted | None = None
         self._pulse: Pulse | None = None
+        self._forks: ForkServer | None = None
         self._workers: list[Worker] = []
         self._started = self._tries = 0
         self._start: Start | None = None  # the generation under way
         self._watchdog, self._looked = Watchdog(), 0.0
+        self._patience = 1.0
         self._paces: Paces | None = None
         self._hang: Hang | None = None
         self._how: str | None = None  # the ranks are asked to leave
@@ -65,6 +69,11 @@ class Crew:
         """Starts the processes of a job, where that was not done. Raises LaunchError."""
         if self._job is None:
             self._job, self._pulse = job, Pulse(self._folder / "pulse")
+            try:
+                if fork_server.available():
+                    self._forks = ForkServer(job.program, self._variables(), _log(job, "forks"))
+            except OSError as error:
+                raise LaunchError(f"the fork server cannot be started: {error}") from error
             self._restock(job)
 
     @property
@@ -103,7 +112,7 @@ class Crew:
             worker.take(Place.of(start, local, worker.slot, secret))
         self._start, self._how, self._killed, self._hang, self._endings = start, None, None, None, []
         self._tries, self._hurried = 0, False
-        self._watchdog, self._paces = Watchdog(), None
+        self._watchdog, self._paces = Watchdog(self._patience), None
 
     def leave(self, how: str) -> None:
         """Has the ranks leave their generation; see events.NOW."""
@@ -134,6 +143,8 @@ class Crew:
         for worker in self._workers:
             worker.ending()
         self._workers, self._wanted = [], 0
+        if self._forks is not None:
+            self._forks.close()
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
@@ -183,6 +194,7 @@ class Crew:
         if hang is None or self._hang is not None:
             return
         self._hang = hang
+        self._patience *= 2 if hang.first else 1
         self._say(hang.text)
         for worker in training:
             if worker.process.rank in hang.ranks:
@@ -222,24 +234,32 @@ class Crew:
         self._due = now + min(2.0**self._tries, LONGEST) if others else self._due
 
     def _restock(self, job: Admitted) -> None:
-        """Starts the processes that are missing."""
+        """Starts the processes that are missing, as soon as they can be forked; without a fork server as they are."""
+        if self._forks is not None and self._forks.lives and not self._forks.ready:
+            self._due = time.monotonic()
+            return
         self._due = float("inf")
+        forks = self._forks if self._forks is not None and self._forks.lives else None
         for slot in sorted({*range(self._wanted)} - {each.slot for each in self._workers}):
             self._started += 1
-            log = Path(job.run_dir) / "logs" / f"{job.name}-process{self._started}.log"
             try:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                self._workers.append(Worker(self._started, slot, job.program, self._folder, self._variables(), log))
+                log = _log(job, f"process{self._started}")
+                worker = Worker(self._started, slot, job.program, self._folder, self._variables(), log, forks)
             except OSError as error:
-                raise LaunchError(f"process {self._started} cannot be started: {error}. Try fewer ranks.") from error
+                if forks is None:
+                    text = f"process {self._started} cannot be started: {error}. Try fewer ranks."
+                    raise LaunchError(text) from error
+                self._say(f"process {self._started} cannot be forked: {error}. It is started anew.")
+                self._due = time.monotonic()
+                return
+            self._workers.append(worker)
 
     def _variables(self) -> Mapping[str, str]:
         """Returns the environment of a process. It has no secret of the job: each generation has its own."""
         own = {JOB: derived(self._secret, "job").hex()[:16], "SHOAL_LAUNCHER": str(os.getpid())}
         own[PULSE] = str(self._folder / "pulse")
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the C++ stack of each call to a store that went with its node
-        env = {**quiet, **os.environ, **own}
-        return {**env, **threads_of(env, self._wanted)}
+        env = {**os.environ, **own}
+        return {**env, **library_variables(env, self._wanted)}
 
     def _conclude(self, start: Start) -> Report:
         """Judges how the ranks have left the generation."""
@@ -268,3 +288,10 @@ class Crew:
         if any(each.failed for each in self._endings) or self._how == NOW or (some_left and not asked):
             return "lost", 0, "its ranks lost others"
         return "stopped" if some_left or self._how == END else "finished", 0, ""
+
+
+def _log(job: Admitted, name: str) -> Path:
+    """Returns the file for the output of a process of this node."""
+    folder = Path(job.run_dir) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{job.name}-{name}.log"

@@ -68,9 +68,6 @@ class Office:
 class Election(Protocol):
     """Says who coordinates."""
 
-    retry: float
-    """Seconds between two looks for a coordinator."""
-
     def __str__(self) -> str:
         """Says where a coordinator is looked for."""
 
@@ -79,6 +76,9 @@ class Election(Protocol):
 
     def whom_to_ask(self, name: str) -> Awaitable[list[Candidate | None]]:
         """Returns who may coordinate, in the order in which they are asked; None stands for the asking `name`."""
+
+    def pause(self) -> Awaitable[None]:
+        """Waits between two looks for a coordinator, until another look may find more."""
 
     def take_over(self, own: Candidate, ended: Collection[str], quiet: float) -> Awaitable[Office | None]:
         """Has the supervisor `own` coordinate from now on; None where it must not.

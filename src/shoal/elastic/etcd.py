@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -95,6 +96,8 @@ class Etcd:
         self._endpoints = list(address.endpoints)
         self._token = ""
         self._lock = threading.Lock()
+        self.revision = 0
+        """That of the cluster in the newest answer: how many changes of any keys it had seen."""
 
     def own_host(self) -> str:
         """Returns the address of this host from which the cluster is reached; nothing is sent. Raises LaunchError."""
@@ -125,6 +128,32 @@ class Etcd:
         done = await self._ask("kv/txn", {"compare": [same], "success": list(changes)})
         return int(done["header"]["revision"]) if done.get("succeeded") else 0
 
+    async def changed(self, key: str, since: int, seconds: float) -> bool:
+        """Waits until a key is written or removed after the revision `since`. False where nothing is known of that: not
+        within `seconds`, or because the endpoint does not answer or refuses to watch it.
+
+        The gateway answers with a stream of lines. HTTP/1.0 has them without chunks.
+        """
+        host, port = self._endpoints[0]
+        body = json.dumps({"create_request": {"key": _text(key), "start_revision": str(since + 1)}})
+        headers = {"Host": host_port(host, port), "Content-Type": "application/json", "Content-Length": str(len(body))}
+        headers |= {"Authorization": self._token} if self._token else {}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        with suppress(OSError, asyncio.IncompleteReadError, ValueError):
+            async with asyncio.timeout(seconds):
+                reader, writer = await asyncio.open_connection(host, port, ssl=self._context)
+                try:
+                    writer.write(f"POST /v3/watch HTTP/1.0\r\n{head}\r\n{body}".encode())
+                    await reader.readuntil(b"\r\n\r\n")
+                    while found := json.loads(await reader.readline()).get("result"):
+                        if found.get("events"):
+                            return True
+                        if found.get("canceled"):
+                            return False
+                finally:
+                    writer.transport.abort()
+        return False
+
     async def grant(self, seconds: int) -> tuple[str, float]:
         """Makes a lease; returns its id and for how many seconds it is granted, which may be more."""
         done = await self._ask("lease/grant", {"TTL": str(seconds)})
@@ -140,7 +169,9 @@ class Etcd:
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request. Raises Unreachable, or UserError where the cluster refuses it."""
-        return await asyncio.to_thread(self._ask_all, path, body)
+        found = await asyncio.to_thread(self._ask_all, path, body)
+        self.revision = int(found.get("header", {}).get("revision", self.revision))
+        return found
 
     def _ask_all(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         causes = []

@@ -32,6 +32,9 @@ from shoal.errors import LaunchError, UserError
 LEASE = 4
 """Seconds after which a coordinator that does not renew its lease is replaced; longer than the members of an etcd
 cluster take to agree on another leader."""
+RETRY, WATCH = 0.25, float(LEASE)
+"""Seconds between two looks for a coordinator that does not answer; and after which etcd's keys are read again, though
+it has told of no change: a watch whose endpoint is gone may hang."""
 BATCH = 200
 """Lines of the journal in one value, which may have 1.5 MB."""
 _PROOF = 64
@@ -59,13 +62,12 @@ class EtcdElection:
     limits: the job's; the cluster takes the place of a majority of the members.
     """
 
-    retry = 0.25
-
     def __init__(self, etcd: Etcd, key: bytes, run_dir: str = "", limits: Limits | None = None) -> None:
         self._keys = Keys(etcd, key)
         self._run_dir, self._limits = run_dir, limits or Limits()
         self._leader: Candidate | None = None
-        self._revision = 0
+        self._revision = self._since = 0  # of the coordinator's key, and of the cluster when it was read
+        self._watch: asyncio.Task[bool] | None = None
         self._was_member = False
 
     def __str__(self) -> str:
@@ -73,14 +75,36 @@ class EtcdElection:
 
     def begin(self, limits: Limits) -> None:
         """See Election."""
+        self._read_again()
         self._limits = replace(self._limits, minimum=limits.minimum, maximum=limits.maximum)
         self._was_member = True
 
     async def whom_to_ask(self, name: str) -> list[Candidate | None]:
         """See Election. Raises UserError where the keys are those of another job, Unreachable."""
-        self._leader, self._revision = await self._keys.read(COORDINATOR, Candidate)
-        await self._former()
+        if self._watch is None or self._watch.done():
+            self._read_again()
+            self._leader, self._revision = await self._keys.read(COORDINATOR, Candidate)
+            since = self._keys.etcd.revision
+            await self._former()
+            self._since = since
         return [self._leader, None] if self._leader is not None else [None]
+
+    async def pause(self) -> None:
+        """See Election. Etcd is asked again once the coordinator's key has changed, until then only nodes are. Where it
+        does not tell of changes it is asked each time."""
+        if self._watch is None and self._since:
+            self._watch = asyncio.create_task(self._keys.changed(COORDINATOR, self._since, WATCH))
+        if self._watch is not None:
+            await asyncio.wait([self._watch], timeout=RETRY)
+            if not self._watch.done() or self._watch.result():
+                return
+        await asyncio.sleep(RETRY)
+
+    def _read_again(self) -> None:
+        """Has the keys read before anybody is asked."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch, self._since = None, 0
 
     async def take_over(self, own: Candidate, ended: Collection[str], quiet: float) -> Office | None:
         """See Election. The coordinator is the one that `whom_to_ask` has found. Raises LaunchError where the job has
@@ -100,6 +124,7 @@ class EtcdElection:
         job = Job(run_dir, own.name, own.host, own.port)
         changes = [self._keys.put(COORDINATOR, own, lease), self._keys.put(JOB, job)]
         revision = await self._keys.change(self._revision, changes)
+        self._read_again()
         if not revision:
             await etcd.revoke(lease)
             return None
@@ -174,6 +199,10 @@ class Keys:
                 f"{_REMEDY} {self._prefix}"
             )
         return found, revision
+
+    async def changed(self, name: str, since: int, seconds: float) -> bool:
+        """See `Etcd.changed`."""
+        return await self.etcd.changed(self._prefix + name, since, seconds)
 
     async def texts(self, prefix: str) -> list[str]:
         """Returns the texts whose names begin so, in order. Raises Malformed for those of others."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from shoal.elastic.events import EVENTS, Event, Limits
+from shoal.elastic.events import EVENTS, Event, Limits, TookOver
 from shoal.elastic.membership import Membership
 from shoal.elastic.records import Malformed, decode, encode
 from shoal.errors import LaunchError
@@ -74,17 +75,42 @@ class Journal:
 
 def read(path: Path) -> list[Event]:
     """Returns the events of a journal without a torn last line. Raises LaunchError for any other damage."""
-    *lines, _torn = path.read_bytes().split(b"\n")
     events: list[Event] = []
     before = ""
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(path), start=1):
         try:
-            text = line.decode("ascii")
-            events.append(_read(before, text))
+            events.append(_read(before, line))
         except ValueError as error:
             raise LaunchError(f"{path}: line {number} is damaged ({error})") from error
-        before = text
+        before = line
     return events
+
+
+def written(folder: Path) -> list[list[str]]:
+    """Returns the lines of all journals in `folder`; none where there is no such folder or it cannot be read, as where
+    the run directory is not the same on all hosts."""
+    try:
+        return [_lines(path) for path in sorted(folder.glob("*.journal"))]
+    except OSError:
+        return []
+
+
+def continued(have: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """Returns what follows the lines `have` in those of another journal, up to a damaged one; nothing where that does
+    not begin like this."""
+    before, new = have[-1], list[str]()
+    with suppress(Malformed):
+        for line in lines[len(have) :] if lines[: len(have)] == have else ():
+            _read(before, line)
+            new.append(line)
+            before = line
+    return new
+
+
+def newest(lines: Sequence[str]) -> tuple[int, int]:
+    """Orders what follows in journals that begin alike: by how often somebody took over, then by its length."""
+    events = (decode(line.partition(" ")[2].encode("ascii"), EVENTS) for line in lines)
+    return sum(isinstance(event, TookOver) for event in events), len(lines)
 
 
 def replay(limits: Limits, events: Iterable[Event]) -> Membership:
@@ -101,6 +127,11 @@ def _read(before: str, line: str) -> Event:
         raise Malformed("its checksum is another")
     event: Event = decode(text.encode("ascii", "replace"), EVENTS)
     return event
+
+
+def _lines(path: Path) -> list[str]:
+    """Returns the lines of a journal without a torn last one; bytes that are no text make a line malformed."""
+    return path.read_bytes().decode("ascii", "replace").split("\n")[:-1]
 
 
 def _check(before: str, text: str) -> str:

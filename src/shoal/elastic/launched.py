@@ -1,4 +1,4 @@
-"""Nodes that Slurm, MPI, Kubernetes or Ray has started: each process is a supervisor, and no rank.
+"""Nodes that Slurm, MPI or Kubernetes has started: each process is a supervisor, and no rank.
 
 Such launchers number the processes that they start and say where the first one is. That one founds the job there, the
 others join it. With an etcd cluster not even that is needed: any of them founds the job.

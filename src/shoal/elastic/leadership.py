@@ -10,7 +10,8 @@ from typing import Any
 
 from shoal.comm.hello import Stranger
 from shoal.elastic.connection import Connection, call
-from shoal.elastic.coordinator import Coordinator, Site
+from shoal.elastic.coordinator import Coordinator
+from shoal.elastic.detour import Detour, Joined
 from shoal.elastic.door import Door
 from shoal.elastic.election import Candidate, Election, End, Office
 from shoal.elastic.events import Generation, Limits, StepDown
@@ -20,6 +21,7 @@ from shoal.elastic.membership import Membership
 from shoal.elastic.messages import BELOW, DIRECT, Admitted, Elsewhere, Join, Refused, Via
 from shoal.elastic.records import Malformed
 from shoal.elastic.relay import Relay
+from shoal.elastic.site import Site
 from shoal.elastic.succession import Succession
 from shoal.elastic.tunnel import Passage
 from shoal.errors import LaunchError, UserError
@@ -33,11 +35,11 @@ _HOPS = 12
 class Node:
     """A host, and what it knows of the job.
 
-    name: the wished one. incarnation: of this process.
-    key: from the job's secret.
+    name: the wished one. incarnation: of this process. key: from the job's secret.
     open_store: opens a generation's store on an address; returns its port.
     arrange: returns further arguments of a program (the first argument) for a number of ranks (the second one).
     journal: makes the file of the journal of a coordinator here, with these lines.
+    written: returns the lines of the journals that coordinators have written, as far as this host sees them.
     check: looks whether this host can run the job. Raises UserError.
     say: writes a line to the log.
     """
@@ -48,12 +50,9 @@ class Node:
     open_store: Callable[[str], int]
     arrange: Callable[[list[str], int], list[str]]
     journal: Callable[[Admitted, list[str]], Journal]
+    written: Callable[[Admitted], list[list[str]]]
     check: Callable[[Admitted], None]
     say: Callable[[str], None]
-
-
-Joined = tuple[Connection | Passage, Admitted]
-"""The way to the coordinator, and what it says of the job."""
 
 
 class Leadership:
@@ -63,17 +62,21 @@ class Leadership:
     running, newest: the generation whose ranks run here (0 for none), and the newest one known; kept by the caller.
     confirmed: when the coordinator has answered last (time.monotonic); kept by the caller from then on.
     offer: returns how many processes wait here, and whether one of them has the state of the run in memory.
+    told: how many waited when it was admitted last.
     direct: whether to avoid relays, because one was silent; set by the caller.
+    detour: another way, once the coordinator has asked for one; `connect` returns it when the old one has ended.
     patience: seconds for which it looks for a coordinator before it was ever a member.
     """
 
     def __init__(self, node: Node, election: Election | None = None) -> None:
         self._node, self.name = node, node.name
-        self.running = self.newest = 0
+        self.running = self.newest = self.told = 0
         self.confirmed, self.patience = time.monotonic(), FIRST_PATIENCE
         self.offer: Callable[[], tuple[int, bool]] = lambda: (0, False)
-        self.succession = Succession(Limits())
+        self.succession = Succession(Limits(), lambda: node.written(self._job) if self._job else [])
         self.relay = Relay(lambda: time.monotonic() - self.confirmed, node.say)
+        self.detour = Detour(self._another, lambda: not self.relay.busy)
+        self._said: Join | None = None  # what it has told last of the processes here
         self._election: Election = election if election is not None else self.succession
         self._job: Admitted | None = None
         self._door: Door | None = None
@@ -97,9 +100,9 @@ class Leadership:
         """Will join the job of the election, or found `job` where nobody coordinates there."""
         self._job = job
 
-    def follow(self, host: str, port: int) -> None:
-        """Will join the job whose coordinator listens there."""
-        self.succession.learn([Candidate("", host, port)])
+    def follow(self, places: list[tuple[str, int]]) -> None:
+        """Will join the job of which supervisors listen there: hosts and ports."""
+        self.succession.learn([Candidate("", host, port) for host, port in places])
 
     async def connect(self) -> Joined:
         """Becomes a member, again if it was one: finds who coordinates, or takes over.
@@ -108,7 +111,7 @@ class Leadership:
         job.
         """
         self._connected = False
-        found = None
+        found = await self._detoured()
         while found is None:
             found = await (self._find() if self._coordinator is None else self._join_own())
         connection, job = found
@@ -140,8 +143,22 @@ class Leadership:
         if self._coordinating is not None:
             await asyncio.wait([self._coordinating], timeout=2 * SILENCE)
             self._coordinating.cancel()
+        if (unused := await self.detour.take()) is not None:
+            unused[0].abort()
         if self._door is not None:
             await self._door.close()
+
+    async def _another(self, host: str, port: int) -> Joined | None:
+        found, _ = await self._ask(Candidate("", host, port), set())
+        return found
+
+    async def _detoured(self) -> Joined | None:
+        """Returns the other way, where what was told when it began still holds: news may have gone with the old one."""
+        found, said = await self.detour.take(), self._said
+        if found is None or said is None or (said.running, said.ranks, said.holds) == (self.running, *self.offer()):
+            return found
+        found[0].abort()
+        return None
 
     async def _join_own(self) -> Joined | None:
         try:
@@ -169,7 +186,7 @@ class Leadership:
                     last = why or last
             except OSError as error:
                 last = str(error)
-            await asyncio.sleep(self._election.retry)
+            await self._election.pause()
         raise LaunchError(
             f"nobody coordinates a job at {self._election} ({last}). Look whether the first node still runs there, and "
             "whether this one has its secret (see docs/elastic.md)"
@@ -208,7 +225,7 @@ class Leadership:
             if isinstance(answer, Elsewhere) and answer.port:
                 host, port, way = answer.host, answer.port, BELOW if answer.below else ""
                 first = first if answer.below else (host, port)
-            elif way == BELOW:
+            elif way == BELOW and isinstance(connection, Connection):
                 (host, port), way = first, DIRECT
             else:
                 return None
@@ -220,8 +237,8 @@ class Leadership:
         connection = await call(host, port, self._node.key, LEASE)
         own_host, own_port = self.address if self._door is not None else self.listen(connection.own_host)
         ready, holds = self.offer()
-        incarnation, running, newest = self._node.incarnation, self.running, self.newest
-        join = Join(self.name, incarnation, ready, own_host, own_port, running, holds, newest, way)
+        here = self.name, self._node.incarnation, ready, own_host, own_port, self.running, holds, self.newest
+        join = self._said = Join(*here, way, self._connected)
         passage: Connection | Passage = connection
         try:
             async with asyncio.timeout(LEASE):
@@ -235,7 +252,7 @@ class Leadership:
             connection.abort()
             raise
         if isinstance(answer, Admitted):
-            self.confirmed = max(self.confirmed, sent)
+            self.confirmed, self.told = max(self.confirmed, sent), ready
         return passage, answer
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
@@ -248,7 +265,8 @@ class Leadership:
         if self._coordinator is not None:
             await self._coordinator.welcome(connection, join)
             return
-        if join.way == BELOW and self._connected and await self.relay.serve(connection, join):
+        takes = join.way == BELOW and self._connected and not self.detour.sought
+        if takes and await self.relay.serve(connection, join):
             return
         self.succession.asked(join.name, join.newest)
         leader = self.succession.candidates[0] if self._connected else None

@@ -72,14 +72,13 @@ class Membership:
         self._gone: dict[str, bool] = {}  # members of the generation, and whether that is proven
         self._blamed: set[str] = set()  # those whose loss was counted
         self.awaited: set[str] = set()
-        self._strict = False  # it took over because of silence
+        self._strict = False  # another coordinator took over since the last generation was formed
         self._asked = 0
         self._stop: Stop | None = None
         self.now, self._idle = 0.0, -1.0  # when the last ranks had left
         self._deadline = self._rejoined = float("inf")
         self._headway = Headway()
-        self._history: list[str] = []
-        self._said: list[str] = []
+        self._history, self._said = list[str](), list[str]()
 
     def apply(self, event: Event) -> list[Decision]:
         """Takes in an event and returns what is decided because of it, in order."""
@@ -180,7 +179,7 @@ class Membership:
         if (former := event.former) in self.named:
             self._lose(former, event.proven)
         self.awaited = {name for name in self.named if name not in self._gone}
-        self._strict = not event.proven
+        self._strict = True  # another standby may think that it is the next one, too
         self._rejoined = self.now + self.limits.rejoin
         return self._begin_to_stop(f"{former}, which coordinated, is gone", NOW)
 
@@ -205,7 +204,7 @@ class Membership:
         if self._asked:
             return self._begin_to_stop("the job was told to end", END)
         if leaving := self.roster.draining & self.named:
-            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", SAVE)
+            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", END if self.roster.all_leave else SAVE)
         if not self._ended and self.now >= self.roster.came + self.limits.settle:
             new = self.roster.newcomers(self.named, len(self.named) < self.limits.maximum, self.now)
             return self._begin_to_stop(new, HALT) if new else []
@@ -224,8 +223,9 @@ class Membership:
             for name in sorted(self.awaited):
                 self._note(f"{name} is gone: it did not find the coordinator that took over")
                 self._lose(name, False)
-        if self._stop.how != NOW and self.pending and (self._gone or self._hurt or self.now >= self._deadline):
-            return self._begin_to_stop(self._stop.why, NOW)
+        how = NOW if self._gone or self._hurt or self.now >= self._deadline else END
+        if self.pending and self._stop.how not in (NOW, how) and (how == NOW or self.roster.all_leave):
+            return self._begin_to_stop(self._stop.why, how)
         late = sorted(self.pending - self.awaited) if self.now >= self._deadline else []
         for name in late:
             self._note(f"{name} is gone: its ranks do not end")
@@ -244,12 +244,11 @@ class Membership:
     def _all_have_ended(self) -> list[Decision]:
         """Decides, once no rank is left in the generation, whether and with whom the job goes on."""
         assert self._stop is not None
-        for each in self._ended.values():
-            if each.outcome == "failed":
-                self._fail(each.name)
+        for each in [each for each in self._ended.values() if each.outcome == "failed"]:
+            self._fail(each.name)
         asked = self._asked if self._stop.how == END else 0
         end = self._headway.conclude(self._ended.values(), asked, self.limits.fruitless)
-        if end is not None:
+        if end is not None and (end.code != 0 or not self.roster.all_leave):  # ranks may have had the signal, too
             return [self._over(end)]
         return self._let_go()
 
@@ -268,13 +267,14 @@ class Membership:
     def _form(self) -> list[Decision]:
         if self.limits.quorum and (why := outnumbered(self.named, self._gone, self._strict)):
             return [self._over(StepDown(why))]
-        roster, least = self.roster, 1 if self._asked else self.limits.minimum
+        roster, there, least = self.roster, len(self.roster.members), 1 if self._asked else self.limits.minimum
         if self._asked and not roster.holding:
             return [self._over(Finish(128 + self._asked, "the job was told to end"))]
+        settling = roster.came > self._idle and self.now < roster.came + self.limits.settle
+        if there < least or (settling and there < self.limits.maximum):
+            return []  # before anybody looks at every member: most of them are still coming
         able = roster.able(self.now, least)
-        full = len(able) == len(roster.members) >= self.limits.maximum
-        settling = roster.came > self._idle and self.now < roster.came + self.limits.settle and not full
-        if len(able) < least or settling:
+        if len(able) < least or (settling and len(able) < there):
             return []
         taken = set(sorted(able, key=lambda name: name not in self.named)[: self.limits.maximum])  # who trains goes on
         live = bool(roster.holding & taken)

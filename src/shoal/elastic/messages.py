@@ -13,8 +13,8 @@ BELOW, DIRECT = "below", "direct"
 @dataclass(frozen=True)
 class Join:
     """Asks to be a member, or to be one again. `name`: the wished one; `newest`: the newest generation known there;
-    `way`: BELOW where it was sent to a relay, DIRECT where it cannot reach the one that it was sent to. The others: see
-    events.Joined."""
+    `way`: BELOW where it was sent to a relay, DIRECT where it cannot reach the one that it was sent to; `connected`:
+    whether it still has another way, on which it stays if it cannot be taken now. The others: see events.Joined."""
 
     name: str
     incarnation: str
@@ -25,6 +25,7 @@ class Join:
     holds: bool
     newest: int
     way: str = ""
+    connected: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Ask another supervisor. `host`, `port`: who coordinates, port 0 if this one does not know; or who passes on what
-    the coordinator and you tell each other (`below`)."""
+    """Ask another supervisor. `host`, `port`: who coordinates, port 0 if this one does not know, or you are to stay
+    where you are connected; or who passes on what the coordinator and you tell each other (`below`). To a member: come
+    again there, by another way."""
 
     host: str
     port: int

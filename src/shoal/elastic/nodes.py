@@ -24,7 +24,7 @@ from shoal.elastic.election import Election
 from shoal.elastic.etcd import SCHEMES, Etcd, parse
 from shoal.elastic.etcd_election import EtcdElection
 from shoal.elastic.events import Limits
-from shoal.elastic.journal import Journal
+from shoal.elastic.journal import Journal, written
 from shoal.elastic.leadership import FIRST_PATIENCE, Leadership, Node
 from shoal.elastic.messages import Admitted, Ask, Drain
 from shoal.elastic.supervisor import Supervisor
@@ -51,25 +51,38 @@ class Program:
 
 Arrange = Callable[[list[str], int], tuple[list[str], str]]
 """Returns for a program and a number of ranks further arguments, and a sentence about them, or ""."""
+Came = Callable[[tuple[str, int]], None]
+"""Is told the address at which a node listens, once it is a member. Who asks to be told is the job's driver, whose
+SIGINT is that the job is to end with a checkpoint."""
 
 
 def found(
-    program: Program, nodes: tuple[int, int], ranks: int, interface: str | None, arrange: Arrange, port: int = 0
+    program: Program,
+    nodes: tuple[int, int],
+    ranks: int,
+    interface: str | None,
+    arrange: Arrange,
+    port: int = 0,
+    came: Came | None = None,
 ) -> int:
     """Founds a job for that many nodes, the least and the largest number, and coordinates it; returns its exit code.
 
     ranks: how many this host starts. interface: where to listen, a name or an address; by default loopback.
-    port: by default a free one.
+    port: by default a free one. came: is told where this node listens, in place of the user.
     """
     secret, admitted = _secret(program.run_dir), _admitted(program, nodes)
 
     def begin(leadership: Leadership) -> None:
         leadership.lead(address_of(interface), admitted, Limits(*nodes), port)
+        if came is not None:
+            came(leadership.address)
+            return
         given = VARIABLE in os.environ or FILE_VARIABLE in os.environ
         how = "" if given else f"{FILE_VARIABLE}={program.run_dir / SECRET} "
         say(f"further nodes join by: {how}shoal train --join {':'.join(map(str, leadership.address))}")
 
-    return asyncio.run(_supervise(secret, ranks, begin, arrange, Ask(signal.SIGINT)))
+    asks = Ask(signal.SIGINT if came is None else signal.SIGTERM)
+    return asyncio.run(_supervise(secret, ranks, begin, arrange, asks, came=came))
 
 
 def found_or_join(
@@ -81,24 +94,41 @@ def found_or_join(
     return _by_etcd(etcd, ranks, interface, arrange, admitted)
 
 
-def join(address: str, ranks: int, interface: str | None, arrange: Arrange, patience: float = FIRST_PATIENCE) -> int:
-    """Joins the job whose coordinator listens at `address`, host:port, or is named in an etcd cluster at this URL;
-    returns the exit code. See `found`. `patience`: seconds for which it is looked for."""
+def join(
+    address: str,
+    ranks: int,
+    interface: str | None,
+    arrange: Arrange,
+    patience: float = FIRST_PATIENCE,
+    came: Came | None = None,
+) -> int:
+    """Joins a job; returns the exit code. See `found`.
+
+    address: where one of its nodes listens, host:port, or several of these with commas between them, of which the first
+        that answers is asked; or the URL of an etcd cluster in which the coordinator is named.
+    patience: seconds for which it is looked for.
+    """
     if address.partition("://")[0] in SCHEMES:
         return _by_etcd(Etcd(parse(address)), ranks, interface, arrange, None)
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"--join {address}: give host:port as the first node has printed it")
+    places = [_place(each) for each in address.split(",")]
     secret = find_secret()
 
     def begin(leadership: Leadership) -> None:
         if interface is not None:
             leadership.listen(address_of(interface))
-        leadership.follow(host, int(port))
+        leadership.follow(places)
         leadership.patience = patience
 
-    return asyncio.run(_supervise(secret, ranks, begin, arrange, Drain()))
+    asks = Drain() if came is None else Ask(signal.SIGTERM)
+    return asyncio.run(_supervise(secret, ranks, begin, arrange, asks, came=came))
+
+
+def _place(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"--join {text}: give host:port as the first node has printed it")
+    return host, int(port)
 
 
 def _by_etcd(etcd: Etcd, ranks: int, interface: str | None, arrange: Arrange, job: Admitted | None) -> int:
@@ -126,8 +156,9 @@ async def _supervise(
     arrange: Arrange,
     on_interrupt: Ask | Drain,
     election: Election | None = None,
+    came: Came | None = None,
 ) -> int:
-    """Runs a supervisor. SIGTERM, and SIGINT where the node has joined, drain it; a second signal ends it at once."""
+    """Runs a supervisor. SIGTERM drains it, SIGINT tells `on_interrupt`; a second signal ends it at once."""
     stores: list[dist.TCPStore] = []
 
     def open_store(host: str) -> int:
@@ -140,9 +171,14 @@ async def _supervise(
             say(said)
         return args
 
+    def check(job: Admitted) -> None:
+        _check(job)
+        if came is not None:
+            came(leadership.address)
+
     name = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII).strip("-._")[:48] or "node"
     key = derived(secret, "coordinator")
-    node = Node(name, secrets.token_hex(8), key, open_store, arranged, _journal, _check, say)
+    node = Node(name, secrets.token_hex(8), key, open_store, arranged, _journal, _written, check, say)
     received: list[int] = []
     with scratch("run") as folder:
         leadership = Leadership(node, election)
@@ -213,7 +249,16 @@ def _secret(run_dir: Path) -> bytes:
 
 def _journal(job: Admitted, lines: list[str]) -> Journal:
     """Makes the journal of a coordinator on this host."""
-    return Journal(Path(job.run_dir) / "membership" / f"{socket.gethostname()}-{os.getpid()}.journal", lines)
+    return Journal(_membership(job) / f"{socket.gethostname()}-{os.getpid()}.journal", lines)
+
+
+def _written(job: Admitted) -> list[list[str]]:
+    """Returns the journals of the coordinators of the run directory, and of those of its earlier jobs."""
+    return written(_membership(job))
+
+
+def _membership(job: Admitted) -> Path:
+    return Path(job.run_dir) / "membership"
 
 
 def _check(job: Admitted) -> None:

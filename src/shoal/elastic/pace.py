@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.elastic.messages import Paces
@@ -90,10 +92,9 @@ class Stragglers:
             for name, (number, at, ranks) in self._told.items()
             if name in members and number == generation and now - at <= STALE and ranks
         }
-        slow = {}
+        slow, everybody = {}, Company(known.values())
         for name, ranks in known.items():
-            others = [pace for other, theirs in known.items() if other != name for pace in theirs]
-            times, rank = max((times_of(pace, others), pace.rank) for pace in ranks)
+            times, rank = max((everybody.times_of(pace, ranks), pace.rank) for pace in ranks)
             if times >= TIMES:
                 slow[name] = Straggler(name, rank, times)
         self._since = {name: self._since.get(name, now) for name in slow}
@@ -101,10 +102,33 @@ class Stragglers:
         return max(lasting, key=lambda each: each.times, default=None)
 
 
-def times_of(pace: Pace, others: Sequence[Pace]) -> float:
-    """Returns how many times as long as `others`, ranks of other members, a rank takes; 1 where nobody can tell."""
-    if not others:
-        return 1.0
-    if peers := [each.now for each in others if each.part == pace.part]:
-        return pace.now / statistics.median_low(peers)
-    return (pace.now / pace.best) / max(1.0, statistics.median(each.now / each.best for each in others))
+class Company:
+    """The ranks of all members, each of which is compared with those of the others. Their figures are sorted once: to
+    collect the others' for each member would take the square of their number. `members`: what each of them has told."""
+
+    def __init__(self, members: Iterable[Sequence[Pace]]) -> None:
+        ranks = [pace for own in members for pace in own]
+        parts: dict[int, list[float]] = defaultdict(list)
+        for each in ranks:
+            parts[each.part].append(each.now)
+        self._nows = {part: sorted(nows) for part, nows in parts.items()}
+        self._grown = sorted(each.now / each.best for each in ranks)
+
+    def times_of(self, pace: Pace, own: Sequence[Pace]) -> float:
+        """Returns how many times as long as the others a rank takes, whose member has told `own`; 1 where nobody can
+        tell."""
+        nows, mine = self._nows[pace.part], [each.now for each in own if each.part == pace.part]
+        if peers := len(nows) - len(mine):
+            return pace.now / _without(nows, mine, (peers - 1) // 2)
+        if not (others := len(self._grown) - len(own)):
+            return 1.0
+        grown = [each.now / each.best for each in own]
+        middle = [_without(self._grown, grown, place) for place in ((others - 1) // 2, others // 2)]
+        return (pace.now / pace.best) / max(1.0, statistics.mean(middle))
+
+
+def _without(values: list[float], own: list[float], place: int) -> float:
+    """Returns what is at `place` of sorted values when `own`, which are some of them, are taken out."""
+    for each in sorted(own):
+        place += bisect_left(values, each) <= place
+    return values[place]

@@ -10,8 +10,8 @@ def outnumbered(members: Collection[str], gone: Mapping[str, bool], took_over: b
 
     members: those of the last generation.
     gone: those of them that are not on this side, and whether they are proven to have ended. The others may live.
-    took_over: a coordinator took over here because the one before was silent. It needs more than half of those that may
-        live, as the other one goes on with half.
+    took_over: a coordinator took over here. It needs more than half of those that may live: the one before goes on with
+        half, and another standby may have taken over as well.
     """
     silent = [name for name, proven in gone.items() if not proven]
     alive = len(members) - len(gone)

@@ -31,13 +31,15 @@ Say = Callable[[str], None]
 
 @dataclass
 class Child:
-    """A member below this one. `tunnels`: the numbers above, by those on its own hop."""
+    """A member below this one. `tunnels`: the numbers above, by those on its own hop; `sent`: members that were sent
+    there a moment ago, and may not have come yet."""
 
     connection: Connection
     join: Join
     out: Outbox
-    heard: float = field(default_factory=time.monotonic)
+    heard: float
     tunnels: dict[int, int] = field(default_factory=dict)
+    sent: int = 0
 
 
 class Relay:
@@ -70,11 +72,12 @@ class Relay:
         if self._up is None:
             return False
         if len(self._children) >= FANOUT:
-            least = min(self._children, key=lambda each: len(each.tunnels))
+            least = min(self._children, key=lambda each: len(each.tunnels) + each.sent)
+            least.sent += 1
             connection.send(Elsewhere(least.join.host, least.join.port, below=True))
             await connection.close()
             return True
-        child = Child(connection, join, Outbox(connection.send))
+        child = Child(connection, join, Outbox(connection.send), time.monotonic())
         self._children.append(child)
         connection.send(Via())
         try:
@@ -130,7 +133,7 @@ class Relay:
     def watch(self, now: float, stood: float) -> None:
         """Hangs up on members that are silent. `stood`: seconds for which this process itself stood still."""
         for child in self._children:
-            child.heard += stood
+            child.heard, child.sent = child.heard + stood, 0
             if now - child.heard > SILENCE:
                 child.connection.abort()
 
@@ -172,6 +175,11 @@ class Branch:
                 tunnel.take(piece.kind, piece.rest)
             elif tunnel is not None:
                 self._tunnels.pop(piece.number).end(piece.ago)
+
+    @property
+    def last(self) -> Tunnel | None:
+        """The newest tunnel: that of a member with none below, since whoever is below another comes after it."""
+        return next(reversed(self._tunnels.values()), None)
 
     def flush(self) -> None:
         """Sends at once what waits to be sent together."""

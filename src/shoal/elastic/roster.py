@@ -55,6 +55,11 @@ class Roster:
         self.ready.pop(name, None)
         return self.members.pop(name, None) is not None
 
+    @property
+    def all_leave(self) -> bool:
+        """Whether nobody is left to go on: the run ends for now, as after a signal on one host."""
+        return bool(self.members) and self.members.keys() <= self.draining
+
     def release(self, names: list[str]) -> None:
         """Lets members go; nobody wants to leave any more."""
         for name in names:
@@ -71,7 +76,11 @@ class Roster:
     def able(self, now: float, least: int = 0) -> list[str]:
         """Returns the members that can give ranks, in the order of their places; where they are fewer than `least`,
         also those that are aside because they are slow."""
-        here = [each for each in self.known if each in self.members.keys() - self.draining and self.ready.get(each, 0)]
+        here = [
+            name
+            for name in self.known
+            if name in self.members and name not in self.draining and self.ready.get(name, 0)
+        ]
         able = [name for name in here if self.backoff.left(name, now) <= 0]
         return able if len(able) >= least else [name for name in here if self.backoff.left(name, now, True) <= 0]
 

@@ -22,6 +22,7 @@ from shoal.elastic.liveness import BEAT, LEASE, RELAY_BEAT, RELAY_LEASE
 from shoal.elastic.messages import (
     Admitted,
     Beat,
+    Elsewhere,
     End,
     Entry,
     Heard,
@@ -88,7 +89,7 @@ class Supervisor:
 
     def __init__(self, node: Node, leadership: Leadership, ranks: Ranks) -> None:
         self._say, self._at, self._ranks = node.say, leadership, ranks
-        leadership.offer = self._offer
+        leadership.offer = lambda: (ranks.ready, ranks.holds)
         self._told = 0  # how many processes wait here, as the coordinator knows
         self._left: Report | None = None  # not told yet
         self._connection: Connection | Passage | None = None
@@ -125,6 +126,7 @@ class Supervisor:
         """Is a member until the job is over for this node."""
         while self._code is None:
             connection, job = await self._at.connect()
+            self._told = self._at.told
             self._ranks.begin(job)
             if self._at.running and job.generation != self._at.running:
                 self._say(f"generation {self._at.running} is over: its ranks are ended")
@@ -157,7 +159,7 @@ class Supervisor:
             await asyncio.sleep(_LOOK)
 
     def _offer(self) -> tuple[int, bool]:
-        """Returns what the coordinator is told of the processes that wait; see Ranks.ready, Ranks.holds."""
+        """Returns what the coordinator is told now of the processes that wait; see Ranks.ready, Ranks.holds."""
         self._told = self._ranks.ready
         return self._told, self._ranks.holds
 
@@ -180,6 +182,8 @@ class Supervisor:
                 succession.learn([Candidate.read(each) for each in message.candidates])
             except ValueError as error:
                 raise Malformed(f"a roster {message.candidates!r:.200}: {error}") from None
+        elif isinstance(message, Elsewhere):
+            self._at.detour.seek(message.host, message.port)
         elif isinstance(message, Note):
             self._say(message.text)
         elif isinstance(message, Released):

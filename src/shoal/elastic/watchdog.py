@@ -5,6 +5,10 @@ evaluation it is to come further, by a microbatch, within 5 times the longest th
 the next step, may take max(60 s, 5 x the longest one before). Those that are not in a collective are missing there;
 where all ranks of this host train and are in one, the missing rank is elsewhere, and the others' supervisors find it. A
 stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
+
+What nobody has timed yet in a generation (its first step, microbatch of an evaluation, save) has the time that the job
+gives it: half an hour, since it may compile, read a cold disk, or wait for a slow machine. If that was too short the
+next generation has twice as long, so that a job which is only slow goes on.
 """
 
 from __future__ import annotations
@@ -14,24 +18,31 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.launch.board import BUSY, EVALUATION, SAVE, STEP, Progress
+from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, Progress
 
 LEAST, SAVES, STEPS, STOPPED, ELSEWHERE = 10.0, 60.0, 5.0, 1.0, 2.0
 """Seconds without a step at least, and for a save; the same in median steps, or in the longest evaluations and saves
 before; seconds for which a process may be stopped; seconds more until a host on which no rank is missing gives up
 waiting for the others' supervisors."""
-_DOES = {STEP: "committed no step", EVALUATION: "came no further in an evaluation", SAVE: "has not completed a save"}
+_DOES = {
+    STEP: "committed no step",
+    EVALUATION: "came no further in an evaluation",
+    SAVE: "has not completed a save",
+    FIRST: "has not completed the first step",
+}
 _AT = {EVALUATION: "in an evaluation ", SAVE: "in a save "}
+_MORE = " (run.first_within; give more if it does not hang: the next generation has twice as long)"
 
 
 @dataclass(frozen=True)
 class Hang:
     """Ranks that hang. `ranks`: those on this host, none where they are elsewhere. `stopped`: because their processes
-    are. `text`: which, and what each rank was in."""
+    are. `text`: which, and what each rank was in. `first`: in something that nobody has timed yet."""
 
     ranks: tuple[int, ...]
     stopped: bool
     text: str
+    first: bool = False
 
     @property
     def here(self) -> bool:
@@ -39,14 +50,16 @@ class Hang:
 
 
 class Watchdog:
-    """Watches the ranks of a host in one generation."""
+    """Watches the ranks of a host in one generation. `patience`: how many times as long as the job says they have for
+    what nobody has timed yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 1.0) -> None:
+        self._patience = patience
         self._steps: deque[float] = deque(maxlen=64)
+        self._timed = False  # a step was, since the first one began
         self._last: tuple[int, float] | None = None
         self._stopped: dict[int, float] = {}
-        self._before: dict[int, Progress] = {}
-        self._longest: dict[int, float] = {}  # by phase: between two signs of a rank that it comes further
+        self._longest: dict[int, float] = {}  # by phase, as the ranks have measured it; none where it was not yet
         self.step = -1
         """The last step that any of the ranks has shown."""
 
@@ -66,18 +79,25 @@ class Watchdog:
             text = f"rank {_numbers(long)}: the process is stopped (SIGSTOP); {_places(boards, now)}"
             return Hang(tuple(long), True, text)
         self._time_steps(boards)
-        self._time_others(boards)
-        late = {rank: board for rank, board in boards.items() if now - board.stepped > self._limit_of(board.phase)}
+        longest = {
+            EVALUATION: max((board.evaluation for board in boards.values()), default=0.0),
+            SAVE: max((board.save for board in boards.values()), default=0.0),
+        }
+        self._longest = {phase: seconds for phase, seconds in longest.items() if seconds}
+        late = {rank: board for rank, board in boards.items() if now - board.stepped > self._limit_of(board)}
         if not late or any(board.phase == BUSY for board in boards.values()):
             return None
         missing = [rank for rank, board in late.items() if not board.waits]
         seconds = min(now - board.stepped for board in late.values())
+        first = all(self._known(late[rank].phase) is None for rank in missing or late)
+        more = _MORE if first else ""
         if missing:
             does = _DOES[late[missing[0]].phase]
-            text = f"rank {_numbers(missing)} {does} for {seconds:.0f} s; {_places(boards, now)}"
-            return Hang(tuple(missing), False, text)
-        if seconds > self.limit + ELSEWHERE and all(board.training for board in boards.values()):
-            return Hang((), False, f"all ranks here wait for others; {_places(boards, now)}")
+            text = f"rank {_numbers(missing)} {does} for {seconds:.0f} s{more}; {_places(boards, now)}"
+            return Hang(tuple(missing), False, text, first)
+        trains = all(board.phase in (STEP, FIRST) for board in boards.values())
+        if trains and all(now - board.stepped > self._limit_of(board) + ELSEWHERE for board in late.values()):
+            return Hang((), False, f"all ranks here wait for others{more}; {_places(boards, now)}", first)
         return None
 
     def look_last(self, board: Progress) -> None:
@@ -85,38 +105,36 @@ class Watchdog:
         self.step = max(self.step, board.step)
 
     @property
-    def limit(self) -> float:
-        """The seconds in which a step is to be committed."""
-        return max(LEAST, STEPS * self.median) if self._steps else float("inf")
-
-    @property
     def median(self) -> float:
         """The seconds of a median step, 0 before the second one."""
         return statistics.median(self._steps) if self._steps else 0.0
 
-    def _limit_of(self, phase: int) -> float:
+    def _limit_of(self, board: Progress) -> float:
         """The seconds in which a rank is to come further."""
-        if phase == STEP:
-            return self.limit
-        least = SAVES if phase == SAVE else max(LEAST, STEPS * self.median)
-        return max(least, STEPS * self._longest[phase]) if phase in self._longest else float("inf")
+        if (known := self._known(board.phase)) is not None:
+            return max(SAVES if board.phase == SAVE else LEAST, known)
+        return self._patience * board.first or float("inf")
 
-    def _time_others(self, boards: Mapping[int, Progress]) -> None:
-        """Takes in how long ranks that evaluate or save took to come further."""
-        for rank, board in boards.items():
-            before = self._before.get(rank, board)
-            if before.phase in _AT and board.stepped > before.stepped:
-                took = board.stepped - before.stepped
-                self._longest[before.phase] = max(took, self._longest.get(before.phase, 0.0))
-        self._before = dict(boards)
+    def _known(self, phase: int) -> float | None:
+        """The seconds that a phase may take by how long it and the steps took before; None where it was not timed."""
+        if phase == STEP:
+            return STEPS * self.median if self._timed else None
+        least = 0.0 if phase == SAVE else STEPS * self.median
+        return max(least, STEPS * self._longest[phase]) if phase in self._longest else None
 
     def _time_steps(self, boards: Mapping[int, Progress]) -> None:
-        """Takes in the time of the last step of the first rank; the first step of all is not like the others."""
+        """Takes in the time of the last steps of the first rank, of which several may be done between two looks; the
+        first step of all is not like the others. What was timed before holds no more under a new plan."""
         if not boards:
             return
         board = boards[min(boards)]
-        if self._last is not None and board.training and board.step == self._last[0] + 1:
-            self._steps.append(board.stepped - self._last[1])
+        if board.phase == FIRST:
+            self._timed = False
+        if self._last is not None and board.training and board.step > self._last[0]:
+            if not self._timed:
+                self._steps.clear()
+            self._steps.append((board.stepped - self._last[1]) / (board.step - self._last[0]))
+            self._timed = True
         if self._last is None or board.step != self._last[0] or not board.training:
             self._last = board.step, board.stepped
 
@@ -129,7 +147,8 @@ def _places(boards: Mapping[int, Progress], now: float) -> str:
     """Says what each rank is in."""
     said = []
     for rank, board in boards.items():
-        at = f"{_AT.get(board.phase, '')}after step {board.step}"
+        at = f"{_AT.get(board.phase, '')}{f'after step {board.step}' if board.step >= 0 else 'before any step'}"
+        at = "in its first step" if board.phase == FIRST else at
         where = f"in {board.where} for {now - board.waits:.0f} s" if board.waits else at
         said.append(f"rank {rank} is {where}")
     return ", ".join(said)

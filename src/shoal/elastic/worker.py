@@ -14,6 +14,7 @@ import psutil
 from shoal.elastic.control import FROM_PROCESS, VARIABLE, Leave, Left, Line, Place, Warm
 from shoal.launch.board import VARIABLE as BOARD
 from shoal.launch.board import Progress, read_board
+from shoal.launch.fork_server import ForkServer
 from shoal.launch.process import RankProcess
 from shoal.launch.verdict import Ending
 
@@ -26,13 +27,21 @@ class Worker:
 
     slot: the lowest number that no other process of the node has; the process has its device by it.
     folder: for what it tells this process. variables: what else it has in its environment. log: for its output.
+    forks: what it is forked from; None starts a new interpreter.
 
     warm: since when (time.monotonic) it is ready for places, None before that. place: where it is a rank, or was the
     last time; `left`: how it has left that generation, None while it is in it.
     """
 
     def __init__(
-        self, number: int, slot: int, program: list[str], folder: Path, variables: Mapping[str, str], log: Path
+        self,
+        number: int,
+        slot: int,
+        program: list[str],
+        folder: Path,
+        variables: Mapping[str, str],
+        log: Path,
+        forks: ForkServer | None = None,
     ) -> None:
         self.number, self.slot = number, slot
         self._board = folder / f"board{number}"
@@ -43,7 +52,7 @@ class Worker:
         stdout = os.dup(1)
         try:
             given = {VARIABLE: theirs.fileno(), STDOUT: stdout}
-            self.process = RankProcess(number, program, {**variables, **own}, log, given)
+            self.process = RankProcess(number, program, {**variables, **own}, log, given, forks)
         finally:
             theirs.close()
             os.close(stdout)

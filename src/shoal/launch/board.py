@@ -2,6 +2,11 @@
 
     step        the last committed step, -1 before the first
     phase       what it is at (see below)
+    first       seconds in which the first of a kind is to be done that nobody has timed yet: the first step of a
+                generation, microbatch of an evaluation, save; 0 where they may take any time
+    evaluation, save    the longest seconds between two signs in an evaluation, and from a save to the next step, since
+                the last first step; 0 where there was none. The rank measures them, since they may be over before
+                anybody looks at the board again
     stepped     when it has last come further: with a step, a microbatch of an evaluation, another phase
     alive       when a thread of the rank last ran; it does not while the process is stopped
     part, pace, best    which part of the model it computes; seconds a sample of its own work, of late and at best, 0
@@ -25,11 +30,11 @@ from pathlib import Path
 VARIABLE = "SHOAL_BOARD"
 """Names the file; without it a rank shows nothing."""
 
-BUSY, STEP, EVALUATION, SAVE = range(4)
+BUSY, STEP, EVALUATION, SAVE, FIRST = range(5)
 """Phases: something that takes nobody knows how long, such as building the model; between two steps; in an evaluation;
-from the beginning of a save to the next step."""
+from the beginning of a save to the next step; in the first step, of a generation or under a plan."""
 
-_FIELDS = struct.Struct("!qBdd")
+_FIELDS = struct.Struct("!qBddddd")
 _PACE = struct.Struct("!qdd")
 _WAITING = struct.Struct("!dH")
 _TEXT = 200
@@ -49,6 +54,9 @@ class Progress:
     part: int = 0
     pace: float = 0.0
     best: float = 0.0
+    first: float = 0.0
+    evaluation: float = 0.0
+    save: float = 0.0
 
     @property
     def training(self) -> bool:
@@ -56,11 +64,14 @@ class Progress:
 
 
 class Board:
-    """The board of this rank. `waiting`: returns since when the rank has been in which collective, or None."""
+    """The board of this rank. `waiting`: returns since when the rank has been in which collective, or None.
+    `first`: as above."""
 
-    def __init__(self, path: Path, waiting: Callable[[], tuple[float, str] | None]) -> None:
+    def __init__(self, path: Path, waiting: Callable[[], tuple[float, str] | None], first: float = 0.0) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._waiting, self._step = waiting, -1
+        self._waiting, self._first, self._step = waiting, first, -1
+        self._phase, self._shown = BUSY, 0.0
+        self._longest = {EVALUATION: 0.0, SAVE: 0.0}
         self.show(BUSY)
         self.pace(0, 0.0, 0.0)
         self._closed = threading.Event()
@@ -71,7 +82,13 @@ class Board:
         """Shows that this rank has come further: a committed step, or something of another phase."""
         self._step = self._step if step is None else step
         now = time.monotonic()
-        os.pwrite(self._file, _FIELDS.pack(self._step, phase, now, now), 0)
+        if phase == FIRST:
+            self._longest = dict.fromkeys(self._longest, 0.0)
+        elif self._phase in self._longest:
+            self._longest[self._phase] = max(self._longest[self._phase], now - self._shown)
+        self._phase, self._shown = phase, now
+        longest = self._longest[EVALUATION], self._longest[SAVE]
+        os.pwrite(self._file, _FIELDS.pack(self._step, phase, self._first, *longest, now, now), 0)
 
     def pace(self, part: int, now: float, best: float) -> None:
         """Shows how long this rank's own work takes."""
@@ -90,9 +107,11 @@ class Board:
             os.pwrite(self._file, _WAITING.pack(since, len(text)) + text, _FIELDS.size + _PACE.size)
 
 
-def open_board(environ: Mapping[str, str], waiting: Callable[[], tuple[float, str] | None]) -> Board | None:
-    """Returns this rank's board; None where no supervisor wants one."""
-    return Board(Path(environ[VARIABLE]), waiting) if VARIABLE in environ else None
+def open_board(
+    environ: Mapping[str, str], waiting: Callable[[], tuple[float, str] | None], first: float = 0.0
+) -> Board | None:
+    """Returns this rank's board; None where no supervisor wants one. See Board."""
+    return Board(Path(environ[VARIABLE]), waiting, first) if VARIABLE in environ else None
 
 
 def read_board(path: Path) -> Progress:
@@ -103,8 +122,8 @@ def read_board(path: Path) -> Progress:
     if len(data) < _FIELDS.size:
         return Progress()
     data = data.ljust(_FIELDS.size + _PACE.size + _WAITING.size, b"\0")
-    pace = _PACE.unpack_from(data, _FIELDS.size)
+    part, pace, best = _PACE.unpack_from(data, _FIELDS.size)
     waits, size = _WAITING.unpack_from(data, _FIELDS.size + _PACE.size)
     text = data[_FIELDS.size + _PACE.size + _WAITING.size :][:size].decode(errors="replace")
-    step, phase, stepped, alive = _FIELDS.unpack_from(data)
-    return Progress(step, phase, stepped, alive, waits, text, *pace)
+    step, phase, first, evaluation, save, stepped, alive = _FIELDS.unpack_from(data)
+    return Progress(step, phase, stepped, alive, waits, text, part, pace, best, first, evaluation, save)

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -82,6 +83,23 @@ def write_failure(failure: Failure, path: Path) -> None:
 def read_failure(path: Path) -> Failure | None:
     """Reads the Failure at `path`; None if the rank wrote none."""
     return Failure(**json.loads(path.read_text())) if path.exists() else None
+
+
+def write_end(path: Path) -> None:
+    """Leaves beside `path` that a rank's program has ended without an error, from when on others miss it. Its process
+    may take seconds more on a busy machine."""
+    with suppress(OSError):  # then the end of the process has to do
+        _end_beside(path).touch()
+
+
+def read_end(path: Path) -> float | None:
+    """Returns the Unix time at which `write_end` was called; None if it was not."""
+    end = _end_beside(path)
+    return end.stat().st_mtime if end.exists() else None
+
+
+def _end_beside(path: Path) -> Path:
+    return path.with_suffix(".ended")
 
 
 def folded_traceback(error: BaseException) -> str:

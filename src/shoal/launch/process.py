@@ -18,7 +18,8 @@ from pathlib import Path
 
 from shoal.comm.address import host_port
 from shoal.errors import LaunchError, UserError
-from shoal.launch.failure import Failure, read_failure
+from shoal.launch.failure import read_end, read_failure
+from shoal.launch.fork_server import Forked, ForkServer
 from shoal.launch.verdict import Ending
 
 PEER_GRACE = 1.2
@@ -102,7 +103,7 @@ class Team:
             logs.mkdir(parents=True, exist_ok=True)
             for local_rank in range(seats.here):
                 variables = {**env, **seats.variables(local_rank, folder), **(each or {}).get(local_rank, {})}
-                variables.update(threads_of(variables, seats.here, threads))
+                variables.update(library_variables(variables, seats.here, threads))
                 rank = seats.first + local_rank
                 log = logs / f"{prefix}rank{rank}.log" if rank else None
                 self.ranks.append(RankProcess(rank, program, variables, log))
@@ -155,6 +156,7 @@ class RankProcess:
 
     variables: all that it has. log: the file for its output; None where it has the terminal.
     descriptors: what else it is given, by the variable that tells their number.
+    forks: what it is forked from, if it has a log; None starts a new interpreter.
     """
 
     def __init__(
@@ -164,16 +166,19 @@ class RankProcess:
         variables: Mapping[str, str],
         log: Path | None,
         descriptors: Mapping[str, int] | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self.rank, self.log = rank, log
         self.failure_file = Path(variables["SHOAL_FAILURE_FILE"])
         self.ended: float | None = None
         self.stopped = False
-        command = [sys.executable, "-m", "shoal.launch.rank", *program]
         with open(log or os.devnull, "wb") as output, _terminal() as terminal:
             given = {"SHOAL_TERMINAL": terminal, **(descriptors or {})}
+            if forks is not None and log is not None:
+                self.process: subprocess.Popen[bytes] | Forked = forks.fork(program, variables, output.fileno(), given)
+                return
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "shoal.launch.rank", *program],
                 env={**variables, **{name: str(number) for name, number in given.items()}},
                 stdin=subprocess.DEVNULL,
                 stdout=output if log else None,
@@ -221,12 +226,14 @@ class RankProcess:
         self.ended = self.ended or time.time()
 
     def ending(self) -> Ending:
-        """Returns how the rank has ended, once `reap` was called."""
-        failure: Failure | None = read_failure(self.failure_file)
-        assert self.process.returncode is not None and self.ended is not None
-        return Ending(
-            self.rank, socket.gethostname(), self.process.returncode, self.ended, self.stopped, failure, self.log
-        )
+        """Returns how the rank has ended, once `reap` was called: of itself where only its process was stopped, and not
+        its program."""
+        code, seconds, stopped = self.process.returncode, self.ended, self.stopped
+        assert code is not None and seconds is not None
+        failure, end = read_failure(self.failure_file), read_end(self.failure_file)
+        if failure is None and end is not None and (stopped or code == 0):
+            code, seconds, stopped = 0, end, False
+        return Ending(self.rank, socket.gethostname(), code, seconds, stopped, failure, self.log)
 
 
 @contextmanager
@@ -239,11 +246,14 @@ def _terminal() -> Iterator[int]:
         os.close(terminal)
 
 
-def threads_of(variables: Mapping[str, str], nproc: int, threads: int | None = None) -> dict[str, str]:
-    """Returns OMP_NUM_THREADS of a rank, one of `nproc` on this host, where `threads` or nothing says it."""
+def library_variables(variables: Mapping[str, str], nproc: int, threads: int | None = None) -> dict[str, str]:
+    """Returns variables that the libraries of a rank, one of `nproc` on this host, read when they are loaded:
+    OMP_NUM_THREADS, where `threads` or nothing says it; and TORCH_CPP_LOG_LEVEL where nothing does, since torch prints
+    its C++ stack for each call to a store that is slow, or went with its node. Calls that fail raise, too."""
+    found = {} if "TORCH_CPP_LOG_LEVEL" in variables else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     if threads is None and "OMP_NUM_THREADS" in variables:
-        return {}
-    return {"OMP_NUM_THREADS": str(threads or max(1, usable_cores() // nproc))}
+        return found
+    return {**found, "OMP_NUM_THREADS": str(threads or max(1, usable_cores() // nproc))}
 
 
 def usable_cores() -> int:

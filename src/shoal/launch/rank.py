@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from shoal.errors import tell_plainly
 from shoal.launch import tf_config
-from shoal.launch.failure import failure_of, write_failure
+from shoal.launch.failure import failure_of, write_end, write_failure
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,13 +38,19 @@ def main() -> None:
     if "SHOAL_CLUSTER" in os.environ:
         cluster = json.loads(os.environ["SHOAL_CLUSTER"])
         os.environ[tf_config.VARIABLE] = tf_config.written(cluster, tf_config.trainers(cluster)[rank])
+    report = Path(os.environ["SHOAL_FAILURE_FILE"])
     try:
         run_program(sys.argv[1:])
+        write_end(report)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as end:
+        if not end.code:
+            write_end(report)
+        raise
     except Exception as error:
         failure = failure_of(error, rank)
-        write_failure(failure, Path(os.environ["SHOAL_FAILURE_FILE"]))
+        write_failure(failure, report)
         _leave(failure.exit_code)
 
 

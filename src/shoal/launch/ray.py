@@ -32,6 +32,9 @@ GRACE = 8.0
 FORWARDED = 1.0
 """Seconds after which Ray has brought the output of an actor here."""
 
+TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not that of the cluster"
+"""What to do for a cluster that asks for a token. `ray start` has it ask for that file's where its host has one."""
+
 
 def run(
     program: list[str],
@@ -53,9 +56,7 @@ def run(
     The exit code is that of `shoal.launch.launch`. Raises UserError without the package, or where the cluster has no
     room for the ranks.
     """
-    ray = _ray()
-    if not ray.is_initialized():
-        ray.init()
+    machines()
     code = 0
     for attempt in range(restarts + 1):
         endings, lost = _attempt(program, ranks, dict(resources or {"CPU": 1}), dict(env or {}), patience)
@@ -73,7 +74,7 @@ class Rank:
 
     def place(self) -> Place:
         """Returns where it runs, with a port that is free there now."""
-        ray = _ray()
+        ray = ray_package()
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
         return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
@@ -123,7 +124,8 @@ def variables_of(places: Sequence[Place]) -> list[dict[str, str]]:
     return found
 
 
-def _ray() -> Any:
+def ray_package() -> Any:
+    """Returns the module ray. Raises UserError where it is not installed."""
     try:
         import ray
         import ray.util
@@ -136,7 +138,7 @@ def _attempt(
     program: list[str], ranks: int, resources: dict[str, float], env: dict[str, str], patience: float
 ) -> tuple[list[Ending], bool]:
     """Starts all ranks and waits for them; returns how each ended, and whether an actor was lost."""
-    ray = _ray()
+    ray = ray_package()
     group = ray.util.placement_group([resources] * ranks, strategy="PACK")
     actors: list[Any] = []
     try:
@@ -145,7 +147,7 @@ def _attempt(
                 f"Ray has no room for {ranks} ranks with {resources} each within {patience:.0f} s; all nodes together "
                 f"have {ray.cluster_resources()}. Give fewer ranks or resources, or add nodes."
             )
-        actors += [_actor(group, index, resources) for index in range(ranks)]
+        actors += [start_actor(Rank, group, index, resources) for index in range(ranks)]
         found = ray.get([actor.place.remote() for actor in actors])
         nodes = [place.node for place in found]
         by_node = sorted(range(ranks), key=lambda index: nodes.index(nodes[index]))  # ranks of a node follow each other
@@ -164,17 +166,44 @@ def _attempt(
         ray.util.remove_placement_group(group)
 
 
-def _actor(group: Any, index: int, resources: dict[str, float]) -> Any:
-    ray = _ray()
+def names_cluster(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether RAY_ADDRESS names a cluster, as it does in what `ray job submit` starts, and not just its job server."""
+    address = environ.get("RAY_ADDRESS", "")
+    return address != "" and not address.startswith(("http:", "https:"))
+
+
+def machines() -> list[dict[str, float]]:
+    """Returns the resources of each Ray node of the cluster, to which this process is connected then. Raises UserError
+    where there is none."""
+    ray = ray_package()
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_COLOR_PREFIX", str(int(sys.stdout.isatty())))
+        try:
+            ray.init()
+        except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
+            raise UserError(
+                f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} leads to no cluster of Ray: {first_line(error)}. "
+                "Give the address that `ray start --head` prints, HOST:6379; where the cluster asks for a token "
+                f"{TOKEN}; or unset RAY_ADDRESS, to do without a cluster"
+            ) from error
+    return [each["Resources"] for each in ray.nodes() if each["Alive"]]
+
+
+def start_actor(kind: type, group: Any, index: int, resources: Mapping[str, float], threads: int = 1) -> Any:
+    """Starts an actor of the class `kind` on a bundle of a placement group, of which it has all `resources`. threads:
+    how many of its methods run at once."""
+    ray = ray_package()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU", "memory")}
     return (
-        ray.remote(Rank)
+        ray.remote(kind)
         .options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
             resources=others,
+            memory=resources.get("memory"),
+            max_concurrency=threads,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         )
         .remote()
@@ -183,7 +212,7 @@ def _actor(group: Any, index: int, resources: dict[str, float]) -> Any:
 
 def _watch(started: list[Any], places: Sequence[Place]) -> tuple[list[Ending], bool]:
     """Waits until all ranks have ended, or until GRACE after the first failure."""
-    ray = _ray()
+    ray = ray_package()
     running = {each: rank for rank, each in enumerate(started)}
     endings: dict[int, Ending] = {}
     deadline, lost = float("inf"), False
@@ -221,11 +250,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True, help="number of actors")
     parser.add_argument("--cpus", type=float, default=1, help="CPUs of each")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of each")
+    parser.add_argument("--memory", type=float, default=0, help="bytes of memory of each")
     parser.add_argument("--restarts", type=int, default=0, help="how often to start again after an actor was lost")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py ARGS..., or -m module ARGS...")
     given = parser.parse_args()
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    resources = {name: amount for name, amount in (("CPU", given.cpus), ("GPU", given.gpus)) if amount}
+    asked = {"CPU": given.cpus, "GPU": given.gpus, "memory": given.memory}
+    resources = {name: amount for name, amount in asked.items() if amount}
     sys.exit(run(program, given.ranks, resources=resources, restarts=given.restarts))
 
 

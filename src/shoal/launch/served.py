@@ -25,7 +25,7 @@ from shoal.launch import tf_config
 from shoal.launch.environment import MARKS
 from shoal.launch.failure import read_failure
 from shoal.launch.local import SIGNAL_GRACE, signals
-from shoal.launch.process import POLL, RankProcess, threads_of
+from shoal.launch.process import POLL, RankProcess, library_variables
 from shoal.launch.scratch import scratch
 
 RESTARTS = 3
@@ -56,7 +56,7 @@ def launch_served(program: list[str], roles: Mapping[str, int], run_dir: Path, r
         logs.mkdir(parents=True, exist_ok=True)
         variables = {name: value for name, value in os.environ.items() if name not in MARKS}
         variables |= {"SHOAL_LAUNCHER": str(os.getpid()), VARIABLE: new_secret()}
-        variables |= threads_of(variables, len(tasks))
+        variables |= library_variables(variables, len(tasks))
         all_tasks: list[_Task] = []
         try:
             for task in tasks:

@@ -89,6 +89,7 @@ def test_a_job_that_was_killed(start) -> None:
     while not any(each.name() == "sleep" for each in keeper.children(recursive=True)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    keeper.suspend()  # else it may write down first that what it keeps was killed
     for process in [*keeper.children(recursive=True), keeper]:
         process.kill()
     assert until(job, lambda state: not state.goes_on) == State("lost", "its process was killed")

@@ -30,6 +30,10 @@ class JobDetails:
     end_time: int | None = None
 
 
+class AuthenticationError(Exception):
+    """The token is missing or wrong; as the others of Ray's errors, no RuntimeError."""
+
+
 @dataclass
 class JobSubmissionClient:
     """A job server with the jobs of `known`."""
@@ -37,11 +41,11 @@ class JobSubmissionClient:
     address: str
     known: ClassVar[dict[str, JobDetails]] = {}
     asked: ClassVar[list[Any]] = []
-    down: ClassVar[bool] = False
+    fails: ClassVar[Exception | None] = None
 
     def __post_init__(self) -> None:
-        if self.down:
-            raise ConnectionError(f"Failed to connect to Ray at address: {self.address}.")
+        if self.fails is not None:
+            raise self.fails
 
     def submit_job(
         self,
@@ -52,7 +56,7 @@ class JobSubmissionClient:
         metadata: dict[str, str],
         **resources: float,
     ) -> str:
-        assert runtime_env == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}
+        assert runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "120"
         assert set(resources) <= {"entrypoint_num_cpus", "entrypoint_num_gpus", "entrypoint_memory"}
         if "bad" in entrypoint:
             raise RuntimeError("Request failed with status code 500: Traceback ...\nValueError: bad.")
@@ -76,11 +80,14 @@ class JobSubmissionClient:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> type[JobSubmissionClient]:
-    for name, members in (("ray", {}), ("ray.job_submission", {"JobSubmissionClient": JobSubmissionClient})):
-        module = ModuleType(name)
-        module.__dict__.update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name, value in (("known", {}), ("asked", []), ("down", False)):
+    package = ModuleType("ray")
+    monkeypatch.setitem(sys.modules, "ray", package)
+    for name, member in (("job_submission", JobSubmissionClient), ("exceptions", AuthenticationError)):
+        module = ModuleType(f"ray.{name}")
+        module.__dict__[member.__name__] = member
+        package.__dict__[name] = module
+        monkeypatch.setitem(sys.modules, f"ray.{name}", module)
+    for name, value in (("known", {}), ("asked", []), ("fails", None)):
         monkeypatch.setattr(JobSubmissionClient, name, value)
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
     return JobSubmissionClient
@@ -131,8 +138,11 @@ def test_what_is_missing_is_said(
 ) -> None:
     with pytest.raises(UserError, match=r"refuses: Request failed with status code 500: Traceback ...$"):
         submit(replace(request_of(nodes=1, setup='["bad"]'), run_dir=tmp_path / "other"), "ray")
-    monkeypatch.setattr(ray, "down", True)
+    monkeypatch.setattr(ray, "fails", ConnectionError("Failed to connect to Ray"))
     with pytest.raises(UserError, match="there is no job server of Ray at http://head:8265: `ray start --head`"):
+        backend("ray").state(job)
+    monkeypatch.setattr(ray, "fails", AuthenticationError("Authentication required: Unauthorized\n\nEnsure ..."))
+    with pytest.raises(UserError, match=r"head:8265 asks for a token: set RAY_AUTH_MODE=token, .*: Unauthorized\)$"):
         backend("ray").state(job)
     monkeypatch.setitem(sys.modules, "ray.job_submission", None)
     with pytest.raises(UserError, match=r"pip install 'ray\[default\]'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -88,11 +89,14 @@ def test_slurm(job_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray of one node with its job server, at ports of its own."""
+    """A Ray of two nodes with one CPU each, with its job server, at ports of its own. It asks for a token."""
     folder = wheel("ray[default]")
     known = os.environ.get("PYTHONPATH", "")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = {**os.environ, "PYTHONPATH": f"{modules(folder)}{os.pathsep}{known}", "PATH": path}
+    for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+        environ[name] = value
+        monkeypatch.setenv(name, value)
     with ExitStack() as running:
         probes = [running.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
         ports = [probe.getsockname()[1] for probe in probes]
@@ -100,18 +104,24 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         given = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
         here = ("--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--include-dashboard=true")
         scratch = running.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
-        command = [sys.executable, str(folder / "bin/ray"), "start", "--head", "--block", "--disable-usage-stats"]
-        command += [*given, *here, f"--temp-dir={scratch}", "--num-cpus=2", "--object-store-memory=100000000"]
+        node = ("--block", "--disable-usage-stats", "--num-cpus=1", "--object-store-memory=100000000", here[0])
         for probe in probes:
             probe.close()
-        process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        running.callback(_end, psutil.Process(process.pid))
+
+        def start(*options: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, str(folder / "bin/ray"), "start", *node, *options]
+            process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            running.callback(_end, psutil.Process(process.pid))
+            return process
+
+        process = start("--head", *given, *here[1:], f"--temp-dir={scratch}")
         monkeypatch.setattr(sys, "path", [*sys.path, modules(folder)])  # last, so that what is installed wins
         monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{ports[1]}")
         deadline = time.monotonic() + SECONDS
         while socket.socket().connect_ex(("127.0.0.1", ports[1])):
             assert time.monotonic() < deadline and process.poll() is None, "Ray did not come up"
             time.sleep(0.2)
+        start(f"--address=127.0.0.1:{ports[0]}", "--dashboard-agent-listen-port=0")
         yield
 
 
@@ -124,4 +134,4 @@ def _end(process: psutil.Process) -> None:
 
 
 def test_ray(ray: None, job_of) -> None:
-    train_stop_and_go_on(job_of("nproc = 2\n[cluster]\ncpus = 2"), "ray")
+    train_stop_and_go_on(job_of("nproc = 1\n[cluster]\nnodes = 2\ncpus = 1"), "ray")

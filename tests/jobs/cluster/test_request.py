@@ -34,6 +34,7 @@ def test_times(time: str | int, seconds: int) -> None:
         ({"time": 0}, "cluster.time = 0"),
         ({"nodes": 0}, "cluster.nodes = 0: give at least 1"),
         ({"gpus": 0}, "cluster.gpus = 0: give at least 1"),
+        ({"nodes": 2, "least": 3}, "cluster.least = 3: give a number from 1 to cluster.nodes = 2"),
         ({"cpus": 0.0}, "cluster.cpus = 0.0: give a number above 0"),
         ({"memory": "lots"}, "cluster.memory = 'lots': give bytes"),
         ({"memory": "1B"}, 'give at least "1MiB"'),

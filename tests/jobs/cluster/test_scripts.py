@@ -157,22 +157,31 @@ def test_a_directory_that_sbatch_would_misread(request_of) -> None:
 
 
 def test_the_specification_for_ray(request_of, commands: Put, tmp_path) -> None:
-    commands("shoal", 'echo "shoal $@"')
-    asked = specification(request_of(nodes=1))
-    assert json.loads(render(request_of(nodes=1), "ray")) == asked
-    assert (asked["entrypoint_num_cpus"], asked["entrypoint_num_gpus"], asked["entrypoint_memory"]) == (
-        9,
-        2,
-        16 * 2**30,
-    )
+    commands("shoal", 'printf "%s\\n" "$@"')
+    asked = specification(request_of(least=1))
+    assert json.loads(render(request_of(least=1), "ray")) == asked
+    assert not any(name.startswith("entrypoint_") for name in asked)  # each node reserves its own
+    stop = {"RAY_JOB_STOP_WAIT_TIME_S": "120"}
+    assert asked["runtime_env"]["env_vars"] == {"NCCL_DEBUG": "WARN", "GREETING": "it's on", **stop}
     done = subprocess.run(asked["entrypoint"], shell=True, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.splitlines()[0] == "set up" and "--nproc 2" in done.stdout
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("set up", "train", "finished")
+    assert lines[-5:-1] == ["--nproc", "2", "--nodes", "1:2"]
+    assert "--nodes 2:2" in specification(request_of())["entrypoint"]
 
 
-@pytest.mark.parametrize("target", ["local", "ray"])
-def test_one_host_refuses_to_be_two(request_of, target: str) -> None:
+def test_what_ray_has_on_one_host_only(request_of) -> None:
+    asked = specification(replace(request_of(nodes=1), fixed=True))
+    assert "--nproc 2" in asked["entrypoint"] and "--nodes" not in asked["entrypoint"]
+    names = ("entrypoint_num_cpus", "entrypoint_num_gpus", "entrypoint_memory")
+    assert [asked[name] for name in names] == [9, 2, 16 * 2**30]
+    with pytest.raises(UserError, match=r"Leave out run.at, or set cluster.nodes=1"):
+        render(replace(request_of(), fixed=True), "ray")
+
+
+def test_one_host_refuses_to_be_two(request_of) -> None:
     with pytest.raises(UserError, match=r"cluster.nodes = 2.*nodes=1"):
-        render(request_of(), target)
+        render(request_of(), "local")
 
 
 def test_an_unknown_target(request_of) -> None:
@@ -186,7 +195,13 @@ def test_a_module(job_file, tmp_path) -> None:
     assert request.host() == ["shoal", "run", "--nproc", "3", "-m", "trainer.task", "--", "--steps", "3"]
     assert "srun --kill-on-bad-exit=0 --wait=600 python -m trainer.task --steps 3 ||" in render(request, "slurm")
     served = replace(request, parameter_servers=2)
+    several = replace(request, cluster=Cluster(nodes=2, cpus=6, gpus=3, memory="6GiB"))
+    shares = f"--ranks 6 --cpus 2 --gpus 1 --memory {2 * 2**30}"
+    assert f"exec python -m shoal.launch.ray {shares} -- -m trainer.task --steps 3" in render(several, "ray")
     assert "shoal run --roles ps=2,worker=3 -m trainer.task -- --steps 3" in render(served, "local")
+    assert "shoal run --roles ps=2,worker=3 -m trainer.task -- --steps 3" in render(served, "ray")
     for target in ("slurm", "kubernetes"):
         with pytest.raises(UserError, match="leave ps_count out"):
             render(replace(served, cluster=replace(served.cluster, image="lab/shoal")), target)
+    with pytest.raises(UserError, match="leave ps_count out"):
+        render(replace(several, parameter_servers=2), "ray")

@@ -12,6 +12,8 @@ from shoal.errors import UserError
 from shoal.jobs.cluster.backend import State, Submitted
 from shoal.jobs.cluster.ray_job import specification
 from shoal.jobs.cluster.request import Request
+from shoal.launch.failure import first_line
+from shoal.launch.ray import TOKEN
 from shoal.report.events import Event
 
 ADDRESS = "http://127.0.0.1:8265"
@@ -73,14 +75,19 @@ class UnknownJob(UserError):
 def _asked(address: str, ask: Callable[[Any], T]) -> T:
     """Asks the job server. Raises UserError where there is none or it refuses, UnknownJob for a job of another one."""
     try:
+        import ray.exceptions
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise UserError(
             "jobs of Ray need its client: pip install 'ray[default]' of the cluster's version, or give --on local or "
             "--on slurm"
         ) from None
+    unauthenticated = getattr(ray.exceptions, "AuthenticationError", ())  # older ones have no tokens
     try:
         return ask(JobSubmissionClient(address))
+    except unauthenticated as error:
+        said = first_line(error)
+        raise UserError(f"the job server of Ray at {address} asks for a token: {TOKEN} ({said})") from error
     except ConnectionError as error:
         raise UserError(
             f"there is no job server of Ray at {address}: `ray start --head` starts one, and "

@@ -29,6 +29,7 @@ class Request:
     module: the name of a module and its arguments, for a program of the user's own.
     parameter_servers: processes of a module beside the ranks, in that role of TF_CONFIG.
     run_dir: the run directory as the job names it.
+    fixed: its plan changes by step (run.at), so its hosts cannot change.
     directory: where the job's relative paths begin.
     """
 
@@ -41,6 +42,7 @@ class Request:
     assignments: tuple[str, ...] = ()
     module: tuple[str, ...] = ()
     parameter_servers: int = 0
+    fixed: bool = False
 
     @property
     def record(self) -> Path:
@@ -80,7 +82,8 @@ def read_request(path: Path, assignments: Sequence[str] = ()) -> Request:
         from shoal.jobs.ranks import spread
     spread(job, origins, ranks * job.cluster.hosts)  # refuses a plan that does not fit, before the job waits for hosts
     given = (*assignments, *(() if "run.dir" in origins else (f"run.dir={json.dumps(job.run.dir)}",)))
-    return Request(name_of(path.stem), job.cluster, ranks, Path(job.run.dir), Path.cwd(), path.resolve(), given)
+    name, run_dir, fixed = name_of(path.stem), Path(job.run.dir), bool(job.run.at)
+    return Request(name, job.cluster, ranks, run_dir, Path.cwd(), path.resolve(), given, fixed=fixed)
 
 
 def name_of(text: str) -> str:

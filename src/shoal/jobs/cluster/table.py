@@ -16,6 +16,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 class Cluster:
     """The table of that name. Each of `nodes` hosts has `run.nproc` ranks (by default as many as it has GPUs).
 
+    least: the fewest hosts with which a job on Ray goes on where others are lost (default: `nodes`).
     cpus, memory, gpus: of a host; memory as bytes or a text such as "64GiB".
     time: the longest time, such as "90m", "12h", "2d" or Slurm's "1-12:00:00".
     queue: Slurm's partition, or Kueue's queue.
@@ -27,6 +28,7 @@ class Cluster:
     """
 
     nodes: int | None = None
+    least: int | None = None
     cpus: float | None = None
     memory: str | int | None = None
     gpus: int | None = None
@@ -45,6 +47,8 @@ class Cluster:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"cluster.{key} = {value}: give at least 1, or leave it out")
+        if self.least is not None and not 1 <= self.least <= self.hosts:
+            raise UserError(f"cluster.least = {self.least}: give a number from 1 to cluster.nodes = {self.hosts}")
         if self.cpus is not None and not self.cpus > 0:
             raise UserError(f"cluster.cpus = {self.cpus}: give a number above 0")
         if self.memory_bytes is not None and self.memory_bytes < 2**20:
