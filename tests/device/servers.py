@@ -88,14 +88,14 @@ def both_ends(rank: Rank, codec: str | None) -> Any:
     if rank.rank == 0:
         with torch.cuda.stream(torch.cuda.Stream(device)), serving(device, codec, [folder / "one"]) as (one,):
             with serving(device, codec, [None, None]) as several, serving(None, codec, [None]) as (on_cpu,):
-                _tell(folder / "told", "\n".join(each.address for each in (one, *several, on_cpu)))
-                _until((folder / "done").exists)
+                tell(folder / "told", "\n".join(each.address for each in (one, *several, on_cpu)))
+                until_there((folder / "done").exists)
             shutil.copytree(folder / "one", folder / "again")  # before it writes a last checkpoint
         with torch.cuda.stream(torch.cuda.Stream(device)), serving(device, codec, [folder / "again"]) as (again,):
-            _tell(folder / "restarted", again.address)
-            _until((folder / "ended").exists)
+            tell(folder / "restarted", again.address)
+            until_there((folder / "ended").exists)
         return None
-    _until((folder / "told").exists)
+    until_there((folder / "told").exists)
     one, *several, on_cpu = (folder / "told").read_text().split("\n")
     answer: dict[str, bool] = {}
     with serving(None, codec, [None]) as (near,), joined(near.address) as client:
@@ -115,7 +115,7 @@ def both_ends(rank: Rank, codec: str | None) -> Any:
     with joined(on_cpu, device=device) as client:
         answer["by the host"] = client.devices == [CPU] and close(trained(client, device, 3), wanted)
     (folder / "done").touch()
-    _until((folder / "restarted").exists)
+    until_there((folder / "restarted").exists)
     with joined((folder / "restarted").read_text(), device=device) as client:
         again = model().to(device)
         client.pull(again)
@@ -142,14 +142,14 @@ def dies_in_the_middle(rank: Rank) -> Any:
         """NCCL waits on the host, where it makes connections, for a client of which nothing comes."""
         if (folder / "stranger").exists() and not blocked.is_set():
             blocked.set()
-            _until((folder / "done").exists)
+            until_there((folder / "done").exists)
         before(self, flat, source)
 
     if rank.rank == 0:
         with patch.object(Nccl, "recv", slow), serving(device, None, [None], seconds=3.0, say=said.append) as (server,):
-            _tell(folder / "told", server.address)
-            _until((folder / "done").exists)
-            _until(lambda: not any(thread.name.startswith("shoal-beside") for thread in threading.enumerate()))
+            tell(folder / "told", server.address)
+            until_there((folder / "done").exists)
+            until_there(lambda: not any(thread.name.startswith("shoal-beside") for thread in threading.enumerate()))
             (folder / "over").touch()
             return {
                 "none is left": server.clients() == [],
@@ -158,7 +158,7 @@ def dies_in_the_middle(rank: Rank) -> Any:
                 "stops": sum("has been silent for too long" in line for line in said) == 1,
                 "hangs up": sum("hung up" in line for line in said) == 2,
             }
-    _until((folder / "told").exists)
+    until_there((folder / "told").exists)
     address, answer = (folder / "told").read_text(), {}
     with joined(address, device=device) as stops, joined(address, device=device) as hangs, joined(address) as stays:
         mine = model()
@@ -171,7 +171,7 @@ def dies_in_the_middle(rank: Rank) -> Any:
             if number == 0:
                 hangs._links[0]._drop()
         answer["others are not held up"] = not _lost(stops)
-        _until(lambda: _lost(stops))
+        until_there(lambda: _lost(stops))
     stranger = joined(address, device=device)
     (folder / "stranger").touch()
     _half_a_push(stranger)
@@ -181,7 +181,7 @@ def dies_in_the_middle(rank: Rank) -> Any:
         answer["server goes on"] = after.pull(mine) == 6
     time.sleep(1.0)  # for the server to notice that the stranger has gone
     (folder / "done").touch()
-    _until((folder / "over").exists)
+    until_there((folder / "over").exists)
     return answer
 
 
@@ -213,12 +213,12 @@ def _lost(client: Client) -> bool:
     return bool(client._links[0]._session._carrier.gone())
 
 
-def _tell(path: Path, text: str) -> None:
+def tell(path: Path, text: str) -> None:
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").rename(path)
 
 
-def _until(there: Any) -> None:
+def until_there(there: Any) -> None:
     until = time.monotonic() + 40.0
     while not there():
         assert time.monotonic() < until

@@ -49,7 +49,9 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
 EXCHANGES = ("bytegrad", "decentralized", "diloco", "local_sgd", "powersgd", "topk", "adasum", "async_average")
 EXCHANGES += ("hierarchical", "low_precision_decentralized")
 ROWS |= {name: ("gpt", "fp32", {"dp": 2, "exchange": name}) for name in EXCHANGES}
+ROWS["dp2-buddies"] = ("gpt", "bf16", {"dp": 2, "zero": 3, "buddy": 1})
 PRODUCTS = ("pp2-zb1p", "dp4-hybrid", "ring2", "tp2-memory", "pp2-memory", "dp2-tp2-zero1", "pp2-dp2", *EXCHANGES[3:])
+PRODUCTS += ("dp2-buddies",)
 """Rows of mechanisms that others have too: for the matrix."""
 NAMED_SIM = ("fp16", "memory", "dropout", "dp2-zero3", "pp2")
 """Rows that run on a device of that name, too, outside the matrix."""

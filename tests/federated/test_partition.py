@@ -71,6 +71,14 @@ def test_a_wrong_partition_is_refused(option, says):
         check_partition(option)
 
 
-def test_more_clients_than_samples_are_refused():
+def test_more_clients_than_samples_are_refused_and_none():
     with pytest.raises(UserError, match="give at most"):
         iid(5, 6, seed=0)
+    with pytest.raises(UserError, match=r"federated\.clients = 0: give a number above 0"):
+        by_label(LABELS, 0, 0.3, seed=0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0])
+def test_shares_of_labels_need_an_alpha_above_zero(alpha):
+    with pytest.raises(UserError, match=r"alpha = .*: give a number above 0"):
+        by_label(LABELS, 8, alpha, seed=0)

@@ -229,3 +229,11 @@ def test_ten_thousand_clients_of_one_round_take_the_memory_of_one_group():
 def test_clients_without_samples_are_named():
     with pytest.raises(UserError, match="least = 4"):
         Simulation(recipe(), clients(3), Federated(clients=10, least=4))
+
+
+def test_a_recipe_without_samples_or_with_a_ready_optimizer_is_refused():
+    with pytest.raises(UserError, match="batch = 0: give how many samples"):
+        recipe(batch=0)
+    given = recipe()
+    with pytest.raises(UserError, match="is a ready SGD"):
+        replace(given, optimizer=torch.optim.SGD(given.model().parameters(), lr=0.1))

@@ -102,6 +102,11 @@ def test_who_waits_in_vain_is_told_for_whom():
         worker.push(mine, version)
         with pytest.raises(LaunchError, match=r"client 7 has waited 0\.3 s for client 4"):
             worker.pull(mine)
+    with serve(Sync(2)) as server, client(server, rank=7, timeout=0.3) as worker:
+        gradients(mine, 7, 0)
+        worker.push(mine, worker.pull(mine))
+        with pytest.raises(LaunchError, match=r"client 7 has waited 0\.3 s for more clients"):
+            worker.pull(mine)
 
 
 def test_a_learning_rate_is_divided_by_the_lag():
@@ -134,8 +139,35 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
             worker.push(mine, 5)
         with pytest.raises(UserError, match="client 0 is connected already"):
             client(server, rank=0)
+        with pytest.raises(UserError, match="is not what pull returned"):
+            worker.push(mine, None)
+        with pytest.raises(UserError, match="the server has no table 'emb': it has none"):
+            server.statistics("emb")
         worker.pull(mine)
         assert same(mine, before) and server.version == 0
+        worker.close()
+        with pytest.raises(UserError, match="has been closed: connect once more"):
+            worker.pull(mine)
+
+
+@pytest.mark.parametrize(
+    "policy, more, message",
+    [
+        ("sync", {}, r"policy = 'sync': give one as it is made, such as shoal\.Sync\(4\)"),
+        (Async, {}, "policy = .*Async.*: give one as it is made"),
+        (Async(), {"optimizer": SGD(model().parameters())}, "is a ready SGD"),
+        (Async(), {"optimizer": "sgd"}, r"give a torch\.optim\.Optimizer class"),
+    ],
+)
+def test_what_is_no_policy_or_makes_no_optimizer_is_refused(policy, more, message):
+    with pytest.raises(UserError, match=message):
+        serve(policy, **more)
+
+
+@pytest.mark.parametrize("rows, width", [(0, 4), (-1, 4), (4, 0)])
+def test_a_table_has_rows_and_columns(rows, width):
+    with pytest.raises(UserError, match="from 1 on"):
+        Table(rows, width)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "u8"])
@@ -200,6 +232,10 @@ def test_rows_are_updated_as_a_whole_table_would_be(optimizer, count):
             torch.testing.assert_close(values, table.detach())
             with pytest.raises(UserError, match="it has 0 to 49"):
                 one.pull_rows("emb", torch.tensor([50]))
+            with pytest.raises(UserError, match="pull_rows: rows are float32: give whole numbers"):
+                one.pull_rows("emb", torch.tensor([1.5]))
+            with pytest.raises(UserError, match="push_rows: rows are bool: give whole numbers"):
+                one.push_rows("emb", torch.tensor([True]), torch.ones(1, 4), version)
     finally:
         for server in servers:
             server.close()

@@ -376,6 +376,11 @@ def test_a_seed_gives_the_same_draws_and_leaves_the_generator():
         assert torch.equal(found, F.dropout(x, 0.5))
 
 
+def test_an_owner_without_factories_is_refused():
+    with pytest.raises(UserError, match="there is nothing that clients may ask for"):
+        Owner([], token=TOKEN)
+
+
 def test_errors_name_the_owner_and_leave_it_running(tmp_path):
     with owning() as owner:
         far = remote(owner.address, Broken, token=TOKEN)

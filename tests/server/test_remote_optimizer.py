@@ -199,8 +199,12 @@ def test_nobody_steps_where_the_norm_is_not_finite_or_an_owner_is_gone():
 def test_what_is_no_optimizer_is_refused_by_name():
     with owner() as first:
         far = remote(first.address, layer, token=TOKEN)
-        with pytest.raises(UserError, match="Did you mean"):
+        with pytest.raises(
+            UserError, match=r"^DistributedOptimizer: adamv with \{\}: 'adamv' is not one of.*Did you mean"
+        ):
             DistributedOptimizer("adamv", far)
+        with pytest.raises(UserError, match="there are no modules"):
+            DistributedOptimizer("sgd", [], lr=0.1)
         with pytest.raises(UserError, match=r"sgd with .*momentun"):
             DistributedOptimizer("sgd", far, lr=0.1, momentun=0.9)
         with pytest.raises(UserError, match=r"clip = 0 is not above 0"):

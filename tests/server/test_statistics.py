@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.data import stack_samples
 from shoal.server import Async, Batch, Options, ParameterServer, Share, Sync, connect
 from tests.server.common import SGD, TOKEN, client, together
+from tests.zoo.entry import classes, images
+from tests.zoo.vision import timm, torchvision
 
 
 def model(momentum: float | None = 0.1) -> nn.Module:
@@ -83,3 +86,48 @@ def test_each_gradient_that_is_taken_brings_its_batches_once(policy, tmp_path):
         expected(batch(rank, 0))
     for name, value in statistics(expected).items():
         torch.testing.assert_close(statistics(one)[name], value, rtol=1e-6, atol=1e-7)
+
+
+def zoo(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    kind, _, which = name.partition(" ")
+    return {"timm": timm, "torchvision": torchvision}[kind](which).train()
+
+
+def sum_of_losses(of: nn.Module, rank: int, step: int) -> torch.Tensor:
+    first = (8 * step + 4 * rank) % 16
+    total, _ = classes(of, stack_samples(images(64)[first : first + 4]))
+    return total
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["torchvision resnet18", "timm mobilenetv3_small_050"])
+def test_a_model_of_others_has_after_training_what_one_process_has(name):
+    """Two clients of two servers under Sync: every weight and every buffer after 3 steps."""
+    options = [Options(share=Share(index, 2)) for index in range(2)]
+    servers = [ParameterServer(zoo(name), SGD, Sync(2), token=TOKEN, options=each) for each in options]
+
+    def trained(rank: int, mine: nn.Module) -> None:
+        with connect([each.address for each in servers], TOKEN, rank=rank, timeout=20.0) as worker:
+            for step in range(3):
+                version = worker.pull(mine)
+                sum_of_losses(mine, rank, step).div(4).backward()
+                worker.push(mine, version)
+                mine.zero_grad()
+            worker.pull(mine)
+
+    clients = [zoo(name) for _ in range(2)]
+    try:
+        together(*(partial(trained, rank, mine) for rank, mine in enumerate(clients)))
+    finally:
+        for server in servers:
+            server.close()
+    expected = zoo(name)
+    optimizer = SGD(expected.parameters())
+    for step in range(3):
+        for rank in (0, 1):
+            sum_of_losses(expected, rank, step).div(8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(clients[0].state_dict()[key], value, rtol=1e-4, atol=1e-5)

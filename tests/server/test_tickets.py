@@ -99,3 +99,16 @@ def test_accounts_come_back_also_for_others_where_no_step_is_begun():
     others = Tickets(4, 3, gated=False, eval_every=None)
     assert not others.restore(tickets.state(), 1, lambda: False)
     assert others.restore(tickets.state(), 1, lambda: True) and finish(others, 0) == 3
+
+
+@pytest.mark.parametrize(
+    "eval_every, version, seen, evaluates",
+    [(0, 3, 0, True), (0, 3, 3, False), (0, 0, -1, True), (2, 2, 0, True), (2, 2, 2, False), (2, 1, 0, False)],
+)
+def test_an_evaluation_that_a_killed_server_was_waiting_for_is_made_once(eval_every, version, seen, evaluates):
+    """Of a checkpoint of `version`, after which nothing was pushed; the run's newest evaluation is of `seen`."""
+    state = {"shares": 1, "below": version, "beyond": []}
+    tickets = Tickets(3, 1, gated=False, eval_every=eval_every, seen=seen)
+    assert tickets.restore(state, version, lambda: True)
+    assert (tickets.next(0, version, BOTH).what == EVALUATE) == evaluates
+    assert tickets.is_over(BOTH) == (version == 3 and not evaluates)

@@ -64,10 +64,13 @@ def check_partition(option: str | Mapping[str, Any]) -> tuple[str, dict[str, Any
     check_choice(f"federated.partition = {name!r} is not one of", name, PARTITIONS)
     given = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
     check_names(f"federated.partition {name!r} has no parameter", given, ["alpha"] if name == "label" else [])
-    alpha = given.get("alpha", 0.5)
+    _check_alpha(given.get("alpha", 0.5))
+    return str(name), given
+
+
+def _check_alpha(alpha: object) -> None:
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
         raise UserError(f"federated.partition.alpha = {alpha!r}: give a number above 0; smaller is more uneven")
-    return str(name), given
 
 
 def iid(samples: int, clients: int, seed: int) -> Shares:
@@ -84,6 +87,7 @@ def by_label(labels: NDArray[Any], clients: int, alpha: float, seed: int) -> Sha
     The draw is repeated until each client has a sample, and after 100 tries those without one get one from who has
     most.
     """
+    _check_alpha(alpha)
     _enough(len(labels), clients)
     rng = np.random.default_rng(derive_key("federated label", seed))
     for _ in range(TRIES):
@@ -123,5 +127,7 @@ def by_document(documents: NDArray[Any], clients: int, seed: int) -> Shares:
 
 
 def _enough(samples: int, clients: int) -> None:
+    if clients < 1:
+        raise UserError(f"federated.clients = {clients}: give a number above 0")
     if samples < clients:
         raise UserError(f"federated.clients = {clients}, but there are {samples} samples: give at most that many")

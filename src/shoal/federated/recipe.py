@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.arguments import check_optimizer
+from shoal.errors import UserError
 from shoal.models.losses import Loss
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.groups import GroupRule, group_options
@@ -39,6 +41,11 @@ class Recipe:
     param_groups: GroupRule | None = None
     rate: Callable[[int], float] = constant
     measure: Loss | None = None
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer)
+        if self.batch < 1:
+            raise UserError(f"Recipe: batch = {self.batch}: give how many samples a local step takes, from 1 on")
 
 
 @dataclass(frozen=True)

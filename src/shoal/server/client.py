@@ -146,7 +146,8 @@ class Client:
                 continue
             once, total = rows.get(name, (torch.empty(0, dtype=torch.int64), form.empty(0)))
             for link, mine in self._chosen(once, places).items():
-                found[link] += [once[mine], total[mine.to(total.device)].to(form.empty(0).dtype)]
+                values = total.index_select(0, mine.to(total.device))
+                found[link] += [once[mine], values.to(form.empty(0).dtype)]
         return found
 
     def pull_work(self, parameters: Mapping[str, Tensor]) -> int:
@@ -159,14 +160,18 @@ class Client:
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
         """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version. They are on
         this client's accelerator where they come from one, else on the CPU."""
+        _check_numbers(rows, "pull_rows")
         once, back = torch.unique(rows.to(self._device, torch.int64), return_inverse=True)
         found, version = self.pull_each(table, once.cpu())
-        return found[back.view(-1)].view(*rows.shape, found.shape[1]), version
+        return found.index_select(0, back.view(-1)).view(*rows.shape, found.shape[1]), version
 
     def pull_each(self, table: str, numbers: Tensor) -> tuple[Tensor, Version]:
         """Returns what `pull_rows` does of rows that are each there once, ascending (int64 [n], on the CPU)."""
         (places, form), device = self._table(table), self._device
         _check_rows(numbers, places.count, table)
+        if len(self._links) == 1:
+            version, values = self._links[0].pull_rows(table, numbers)
+            return values, version
         found = form.empty(len(numbers), device)
         chosen = self._chosen(numbers, places)
 
@@ -181,6 +186,7 @@ class Client:
         """Brings gradients [..., width] of `rows` [...]; those of a repeated row are summed."""
         places, form = self._table(table)
         width = form.width
+        _check_numbers(rows, "push_rows")
         if gradients.shape != (*rows.shape, width):
             raise UserError(
                 f"push_rows: gradients {tuple(gradients.shape)} for rows {tuple(rows.shape)} of width {width}: give "
@@ -191,11 +197,13 @@ class Client:
         once, total = summed(rows.to(device, torch.int64).reshape(-1), flat)
         numbers = once.cpu()
         _check_rows(numbers, places.count, table)
+        if len(self._links) == 1:
+            return [self._links[0].push_rows(table, numbers, total, given[self._links[0]])]
         chosen = self._chosen(numbers, places)
 
         def some(link: Link) -> Taken:
             mine = chosen[link]
-            return link.push_rows(table, numbers[mine], total[mine.to(device)], given[link])
+            return link.push_rows(table, numbers[mine], total.index_select(0, mine.to(device)), given[link])
 
         return self._each(some, {table: total})
 
@@ -252,17 +260,18 @@ class Client:
         shapes = {name: shape for link in self._links for name, shape in link.shapes.items()}
         ours = {name: tuple(value.shape) for name, value in parameters.items() if name not in self.tables}
         if ours != shapes:
-            other = sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name))
+            every = ours.keys() | shapes.keys()
+            other = sorted(name for name in every if ours.get(name) != shapes.get(name))
             raise UserError(
                 f"the model's {other[0]} has shape {ours.get(other[0])}, on the servers it has {shapes.get(other[0])} "
-                f"({len(other)} of {len(shapes)} parameters differ): give servers and clients the same model, and "
+                f"({len(other)} of {len(every)} parameters differ): give servers and clients the same model, and "
                 "clients the addresses of all servers"
             )
         return parameters
 
     def _versions(self, version: Version) -> dict[Link, int]:
         versions = (version,) if isinstance(version, int) else version
-        if len(versions) != len(self._links):
+        if not isinstance(versions, tuple) or len(versions) != len(self._links):
             raise UserError(f"version {version!r} is not what pull returned from {len(self._links)} servers")
         return dict(zip(self._links, versions, strict=True))
 
@@ -274,6 +283,11 @@ class Client:
 
 def _version(versions: Sequence[int]) -> Version:
     return versions[0] if len(versions) == 1 else tuple(versions)
+
+
+def _check_numbers(rows: Tensor, call: str) -> None:
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+        raise UserError(f"{call}: rows are {str(rows.dtype).removeprefix('torch.')}: give whole numbers, as of int64")
 
 
 def _check_rows(rows: Tensor, count: int, table: str) -> None:

@@ -99,6 +99,7 @@ class Link:
         self._address, self._key, self._incarnation = address, key, incarnation
         self._timeout, self._shared, self._wanted = timeout, shared, wanted
         self._session: Session | None = None
+        self._closed = False
         self._rank = -1
         self._about: dict[str, Any] = {}
         self._carried: Carried | None = None
@@ -181,7 +182,8 @@ class Link:
         return self._ask(ordered)
 
     def close(self, last: Order | None = None) -> None:
-        """Leaves the server, after a `last` order if there is one."""
+        """Leaves the server, after a `last` order if there is one; nothing is asked any more."""
+        self._closed = True
         if self._session is not None:
             with suppress(SessionLost):  # it is gone already
                 if last is not None:
@@ -207,7 +209,10 @@ class Link:
         return taken
 
     def _ask(self, ask: Callable[[Session], T]) -> T:
-        """Asks the server, anew where it was lost meanwhile. Raises LaunchError once `timeout` is over."""
+        """Asks the server, anew where it was lost meanwhile. Raises LaunchError once `timeout` is over, UserError for a
+        link that is closed."""
+        if self._closed:
+            raise UserError(f"the client of the server at {self._address} has been closed: connect once more")
         until = time.monotonic() + self._timeout
         while True:
             try:

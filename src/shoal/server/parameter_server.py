@@ -12,11 +12,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shoal.assembly.arguments import check_optimizer
 from shoal.comm.secret import find_secret
 from shoal.comm.stalls import Say, to_stderr
 from shoal.device import CPU, finish, synchronize
 from shoal.elastic.records import Malformed
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.plan import Option
 from shoal.server.follower import Follower
@@ -38,7 +39,7 @@ from shoal.server.messages import (
 )
 from shoal.server.options import Options
 from shoal.server.part import Part
-from shoal.server.policies import Policy
+from shoal.server.policies import Policy, check_policy
 from shoal.server.reading import Reading
 from shoal.server.serving import Serving
 from shoal.server.sessions import Session, SessionLost, accelerator
@@ -90,6 +91,8 @@ class ParameterServer(Serving):
         options: Options | None = None,
     ) -> None:
         super().__init__(token)
+        check_policy(policy)
+        check_optimizer(optimizer)
         options = options or Options()
         device = accelerator(options.device)
         keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
@@ -137,6 +140,10 @@ class ParameterServer(Serving):
 
     def statistics(self, part: str = WEIGHTS) -> Statistics:
         """Returns what the weights, or a table by its name, have seen."""
+        if part not in self._parts:
+            raise UserError(
+                f"the server has no table {part!r}: it has {', '.join(filter(None, self._parts)) or 'none'}"
+            )
         ledger = self._parts[part].ledger
         counts = dict(sorted(ledger.staleness.items() or ledger.lags.items())), dict(sorted(ledger.lags.items()))
         return Statistics(ledger.pushes, ledger.dropped, ledger.version, *counts)

@@ -83,8 +83,8 @@ class Part:
                     break
                 left = until - time.monotonic()
                 if left <= 0:
-                    names = ", ".join(map(str, whom)) or "more clients"
-                    raise NotDone(f"client {rank} has waited {seconds:g} s for client {names}", late=True)
+                    others = f"client {', '.join(map(str, whom))}" if whom else "more clients"
+                    raise NotDone(f"client {rank} has waited {seconds:g} s for {others}", late=True)
                 self._changed.wait(min(left, _LOOK_SECONDS))
             self.ledger.pulled(rank, active)
             return self.ledger.version, self.values.read(asked, into, device)

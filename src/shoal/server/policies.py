@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shoal.errors import UserError, check_choice
 
@@ -36,6 +36,7 @@ class Member:
 Members = Mapping[int, Member]
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Decides; keeps no state."""
 
@@ -55,6 +56,15 @@ class Policy(Protocol):
 
     def weight(self, lag: int) -> float:
         """Returns the factor for the learning rate; 0 drops the gradient."""
+
+
+def check_policy(given: object) -> None:
+    """Raises UserError for what is no policy, such as the name or the class of one."""
+    if isinstance(given, type) or not isinstance(given, Policy):
+        raise UserError(
+            f"policy = {given!r}: give one as it is made, such as shoal.Sync(4), shoal.Batch(4), "
+            "shoal.BoundedStaleness(2) or shoal.Async()"
+        )
 
 
 @dataclass(frozen=True)

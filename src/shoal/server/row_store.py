@@ -32,14 +32,14 @@ class RowStore:
 
     def at(self, index: Tensor) -> Tensor:
         """Returns the values of the rows at `index` (int64 [n])."""
-        return self.values[index.to(self.values.device)]
+        return self.values.index_select(0, index.to(self.values.device))
 
     @torch.no_grad()
     def step(self, index: Tensor, gradients: Tensor) -> None:
         """Updates the rows at `index` (int64 [n], each once) with their gradients [n, width]."""
         touched, state, index = self._touched, self.optimizer.state[self._touched], index.to(self.values.device)
-        touched.data, touched.grad = self.values[index], gradients
-        state.update({key: values[index] for key, values in self.state.items()})
+        touched.data, touched.grad = self.values.index_select(0, index), gradients
+        state.update({key: values.index_select(0, index) for key, values in self.state.items()})
         self.optimizer.step()
         self.values[index] = touched.data
         for key, value in state.items():

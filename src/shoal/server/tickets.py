@@ -20,13 +20,14 @@ class Tickets:
     eval_every: updates from one evaluation to the next, 0 for none but the last; None for none.
     rests: no step is dealt while an evaluation is due, which so sees the weights of one step though it reads them
         little by little.
+    seen: the newest version that an earlier server of the run had evaluated, -1 for none.
     """
 
     def __init__(
-        self, total: int | None, shares: int, gated: bool, eval_every: int | None, rests: bool = False
+        self, total: int | None, shares: int, gated: bool, eval_every: int | None, rests: bool = False, seen: int = -1
     ) -> None:
         self._total, self.shares, self._gated, self._every = total, shares, gated, eval_every
-        self._rests = rests
+        self._rests, self._seen = rests, seen
         self._below = 0
         self._beyond: set[int] = set()
         self._out: dict[int, int] = {}
@@ -87,9 +88,9 @@ class Tickets:
 
     def updated(self, version: int) -> None:
         """Notes an update."""
-        if self._every is None or self._ends:
+        if self._every is None or self._ends or version <= self._seen:
             return
-        if version == self._total or (self._every > 0 and version % self._every == 0):
+        if version in (0, self._total) or (self._every > 0 and version % self._every == 0):
             self._due, self._wanted = True, version
 
     def evaluated(self, rank: int, version: int) -> bool:
@@ -124,6 +125,7 @@ class Tickets:
         else:
             self._below = version * self.shares
         self._due = False
+        self.updated(version)  # a server that is lost may have saved an update, and not seen its evaluation
         return True
 
     def begin(self, step: int) -> None:

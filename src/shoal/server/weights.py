@@ -33,6 +33,7 @@ from shoal.server.scaled import at_rate
 from shoal.server.served_table import Pushed, ServedTable, gather
 from shoal.server.sessions import Form, memory, same_kind
 from shoal.server.sharing import KEPT, shared_checkpoint
+from shoal.server.table import not_finite
 
 T = TypeVar("T")
 
@@ -122,10 +123,8 @@ class Weights:
 
     def problem(self, gradients: Sequence[Tensor]) -> str:
         """Returns why no update can be made of these gradients, or ""."""
-        largest = [torch.linalg.vector_norm(each, float("inf")) for each in gradients[: len(self._pushed)]]
-        if not all(map(torch.isfinite, largest)):
-            return "a gradient that is not finite"
-        wrong = [table.problem(pushed) for table, pushed in zip(self.tables, self._of_tables(gradients), strict=True)]
+        wrong = [not_finite(each) for each in gradients[: len(self._pushed)]]
+        wrong += [table.problem(pushed) for table, pushed in zip(self.tables, self._of_tables(gradients), strict=True)]
         return next(filter(None, wrong), "")
 
     def _of_tables(self, gradients: Sequence[Tensor]) -> list[Pushed]:

@@ -42,6 +42,16 @@ static void to_dtypes_of_cpu(const std::string& name, Stack& arguments) {
   for (size_t statistic : {3, 4}) arguments[statistic] = arguments[statistic].toTensor().to(dtype);
 }
 
+// Of an embedding bag, CUDA's saves for its backward where each index belongs, and no index of a maximum it has not.
+static void to_results_of_cuda(const std::string& name, const Stack& arguments, Stack& results) {
+  if (name != "aten::_embedding_bag" && name != "aten::_embedding_bag_forward_only") return;
+  const Tensor offsets = arguments[2].toTensor(), bag_sizes = results[2].toTensor();
+  const Tensor places = at::arange(arguments[1].toTensor().numel(), offsets.options());
+  results[1] = at::searchsorted(offsets, places, /*out_int32=*/false, /*right=*/true) - 1;
+  results[2] = at::constant_pad_nd(bag_sizes, {0, offsets.numel() - bag_sizes.numel()});
+  if (arguments[4].toInt() != 2) results[3] = at::empty({0}, offsets.options());
+}
+
 struct Call {
   const c10::OperatorHandle& op;
   const Stack given;
@@ -98,6 +108,7 @@ struct Call {
       Stack stack = host;
       to_dtypes_of_cpu(name, stack);
       op.redispatchBoxed(cpu, &stack);
+      to_results_of_cuda(name, host, stack);
       return stack;
     };
     const auto place = op.schema().argumentIndexWithName("generator");

@@ -14,11 +14,17 @@ from typer.testing import CliRunner
 
 from shoal.cli.app import app
 from shoal.errors import LaunchError, UserError
+from shoal.federated.flower import node
 from shoal.federated.flower.keys import make_keys, private_bytes, server_files
+from shoal.federated.flower.link import OVER
+from shoal.federated.flower.private import begin_run
+from shoal.federated.flower.private.supernode import Away
 from shoal.jobs.federated.serve import Serving, is_loopback, parse, serve
 from shoal.jobs.federated.simulate import simulate
 from shoal.jobs.read import load_job
-from tests.federated.flower.processes import Federation
+from tests.federated.flower.processes import STEP, Federation
+
+from flwr.app import Message, RecordDict  # isort: skip
 
 
 def simulated(federation: Federation):
@@ -43,6 +49,26 @@ def test_clients_sign_in_over_tls_and_a_stranger_is_refused(tmp_path):
         assert "<h2>Clients</h2>" in page and "Accuracy by client" in page
         top = CliRunner().invoke(app, ["top", str(tmp_path / "run"), "--once"])
         assert "2 of 2" in top.output and "accuracy" in top.output
+
+
+class Ending:
+    """A server that tells a client that all is over, and is gone before it confirms the answer."""
+
+    address = "a server of these tests"
+
+    def sign_in(self) -> None:
+        pass
+
+    def receive(self) -> Message:
+        begin_run()
+        return Message(RecordDict({}), 1, f"query.{OVER}")
+
+    def send(self, reply: Message, seconds: float) -> bool:
+        raise Away("connection reset")
+
+
+def test_a_client_that_has_heard_of_the_end_ends_well_though_the_server_is_gone_by_then():
+    assert node.serve(Ending(), None, 0, lambda: False, 0.0, print)
 
 
 @pytest.mark.matrix
@@ -102,6 +128,8 @@ def kill_one_in_a_round(federation):
     doomed = federation.client(2, slow=0.2)
     seen = federation.rounds()
     federation.until(lambda: any(each["asked"] == 3 for each in federation.rounds()[len(seen) :]))
+    steps = doomed.said().count(STEP)
+    federation.until(lambda: doomed.said().count(STEP) > steps)
     doomed.kill()
     doomed.process.join()
     killed = len(federation.rounds())
@@ -143,11 +171,8 @@ def test_a_masked_result_that_does_not_come_is_missed_and_below_the_threshold_no
         federation.job.write_text(federation.job.read_text().replace("secure = 0.6", "secure = 1.0"))
         again = federation.server(at_first=2)
         federation.until(lambda: len(federation.rounds()) > len(rounds) + 1)
-        missed: list[dict] = []
-        for _ in range(5):  # it may be between two rounds when it is killed
-            if not missed:
-                kill_one_in_a_round(federation)
-                missed = [each for each in federation.rounds()[len(rounds) :] if not each["applied"]]
+        kill_one_in_a_round(federation)
+        missed = [each for each in federation.rounds()[len(rounds) :] if not each["applied"]]
         assert missed and all(each["results"] == 2 for each in missed)
         assert "is not opened: 2 of 3 clients have sent results, and the threshold is 3" in again.said()
 

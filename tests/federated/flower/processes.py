@@ -30,6 +30,10 @@ _fork = multiprocessing.get_context("fork")
 PATIENCE = 6.0
 
 
+STEP = "a slow step"
+"""What a slow client prints when a local step begins."""
+
+
 class Forked:
     """A process that runs `work`; what it prints is in `path`."""
 
@@ -106,8 +110,8 @@ class Federation:
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         path = self.folder / "run" / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [each for each in map(json.loads, lines) if each["kind"] == kind]
+        written = path.read_text().rpartition("\n")[0] if path.exists() else ""  # without a line that is being written
+        return [each for each in map(json.loads, written.splitlines()) if each["kind"] == kind]
 
     def rounds(self) -> list[dict[str, Any]]:
         return self.records("round")
@@ -142,12 +146,13 @@ def _take_part(job: Path, sets: list[str], taking: Taking, slow: float) -> int:
 
 
 def _slow_down(seconds: float) -> None:
-    """Has each local step take so much longer."""
+    """Has each local step take so much longer, and say so when it begins."""
     from shoal.federated.mesh import MeshClient
 
     load = MeshClient._load
 
     def slowly(self: MeshClient, ids: Any) -> Any:
+        print(STEP, flush=True)
         time.sleep(seconds)
         return load(self, ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from shoal.errors import LaunchError, ShoalError
 from shoal.federated.flower import private
@@ -43,7 +44,8 @@ def serve(
                 continue
             rest = FIRST_REST
             if is_over(message):
-                node.send(Message(RecordDict({}), reply_to=message), 0.0)
+                with suppress(Away):  # the server ends as soon as it has the reply, maybe before it has said so
+                    node.send(Message(RecordDict({}), reply_to=message), 0.0)
                 return True
             run = message.metadata.run_id
             context = contexts.setdefault(run, private.node_context(node.id, {"partition-id": number}))

@@ -33,7 +33,7 @@ def follow(job: Job, origins: Origins, place: Identity) -> int:
     assert place.serves
     settled, run_dir = settle(job, origins, Sizes(1, 1)), Path(job.run.dir)
     tables, share = tables_of(settled), Share(place.serves, len(place.servers))
-    model, device = share_of(settled, share.index, share.count, tables), device_of_server(job, place)
+    model, device = share_of(tables, share.index, share.count), device_of_server(job, place)
     engine = make_engine(settled.job, model, settled.total, World.single(device))
     weights = Weights(engine, job.server.codec or "fp32", tables=tables.served(share, device))
     follower = Follower(

@@ -78,7 +78,7 @@ class _Serving:
         remembered = about(settled)
         checkpoint, said = resume.find(job, remembered, world.everyone)
         share, tables = Share(0, len(place.servers)), tables_of(settled)
-        self._engine = engine = make_engine(job, share_of(settled, 0, share.count, tables), settled.total, world)
+        self._engine = engine = make_engine(job, share_of(tables, 0, share.count), settled.total, world)
         make_directory(settled, world, engine)
         restored = resume.restore(job, engine, checkpoint)
         self._before, self._began = float(restored.user.get("seconds", 0.0)), time.monotonic()
@@ -105,9 +105,9 @@ class _Serving:
         for warning in [*said, *restored.said]:
             self._recorder.warning(warning)
         cursor = Cursor(len(settled.model.prepare_data(settled.data.train)), job.train.global_batch, job.train.seed)
-        recorded, _ = last_recorded(self._run_dir / "metrics.jsonl")
-        self._watch = Recording(self._recorder, self._run_dir, weights, cursor, recorded if checkpoint else 0)
-        self._part = self._make_part(weights, restored)
+        recorded, evaluated = last_recorded(self._run_dir / "metrics.jsonl") if checkpoint else (0, -1)
+        self._watch = Recording(self._recorder, self._run_dir, weights, cursor, recorded)
+        self._part = self._make_part(weights, restored, evaluated)
         if isinstance(weights, Spread):
             weights.check()
         if line.is_new:
@@ -123,12 +123,12 @@ class _Serving:
         clip, codec = job.train.clip or None, job.server.codec or "fp32"
         return Weights(self._engine, codec, clip, job.run.keep, user, tables, part)
 
-    def _make_part(self, weights: Weights, restored: resume.Restored) -> Part:
+    def _make_part(self, weights: Weights, restored: resume.Restored, evaluated: int) -> Part:
         job, engine = self._job, self._engine
         policy, number = policy_of(job, self._workers), shares(job, self._workers)
         every = job.run.eval_every if self._settled.data.validation is not None else None
         rests = policy.ordered and bool(weights.tables)
-        tickets = Tickets(self._settled.total, number, policy.ordered, every, rests)
+        tickets = Tickets(self._settled.total, number, policy.ordered, every, rests, evaluated)
         nbytes = sum(chunk.nbytes for chunk in engine.parts.chunks)
         keeping = Keeping(
             self._run_dir / DIRECTORY,

@@ -14,8 +14,6 @@ from shoal.checkpoint.directory import completed
 from shoal.checkpoint.manifest import read_manifest
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
-from shoal.jobs.automatic import without_values
-from shoal.jobs.choose import Settled
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.resume import Restored
@@ -35,21 +33,18 @@ JOURNALS = "server"
 TIMEOUT = 300.0
 
 
-def share_of(settled: Settled, index: int, count: int, tables: Tables | None = None) -> ModelSpec:
+def share_of(tables: Tables, index: int, count: int) -> ModelSpec:
     """Returns the model of server `index` of `count`: its parameters but the `tables`, divided by bytes; the first one
     also has the buffers. Raises UserError for more servers than parameters."""
-    model = settled.model if tables is None else tables.left_out(settled.model)
+    model, sizes = tables.left_out(), tables.others
     if count == 1:
         return model
-    whole, factory = without_values(settled), model.factory
-    left_out = frozenset[str]() if tables is None else tables.names
-    sizes = {name: each.nbytes for name, each in (whole or factory()).named_parameters() if name not in left_out}
     if count > len(sizes):
         raise UserError(f"ps={count}: the model has {len(sizes)} parameters to divide among servers. Give ps=1")
     names = balanced(sizes, count)[index]
 
     def held() -> nn.Module:
-        return Held(factory(), names, buffers=index == 0)
+        return Held(model.factory(), names, buffers=index == 0)
 
     return replace(model, factory=held)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from shoal.errors import UserError, in_section
-from shoal.jobs.automatic import without_values
 from shoal.jobs.choose import Settled
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import ModelSpec
-from shoal.module.build import build
+from shoal.module.build import build, without_values
 from shoal.optim.groups import make_optimizer, moves_untouched
 from shoal.precision import Precision, precision
 from shoal.server.embeddings import RowsInUse, embeddings_of, without_tables
@@ -22,14 +22,20 @@ from shoal.server.shares import Share
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a job: the weights of embeddings, by `names`. `numbers`: the precision of the run."""
+    """The tables of a job: the weights of embeddings, by `names`.
+
+    others: the bytes of every other parameter of the model, by name.
+    numbers: the precision of the run.
+    """
 
     settled: Settled
     names: frozenset[str]
+    others: Mapping[str, int]
     numbers: Precision
 
-    def left_out(self, model: ModelSpec, rows: RowsInUse | None = None) -> ModelSpec:
-        """Returns `model` without its tables; `rows`: what its forwards pull, None where it runs none."""
+    def left_out(self, rows: RowsInUse | None = None) -> ModelSpec:
+        """Returns the job's model without its tables; `rows`: what its forwards pull, None where it runs none."""
+        model = self.settled.model
         if not self.names:
             return model
         made = without_tables(model.factory, self.names, rows, self.numbers.model)
@@ -55,12 +61,14 @@ def tables_of(settled: Settled) -> Tables:
     Raises UserError for a table, an optimizer or a precision that does not go with updates by rows.
     """
     train = settled.job.train
-    module = without_values(settled) or settled.model.factory()
+    module = without_values(settled.model.factory) or settled.model.factory()
     names = frozenset(embeddings_of(module, settled.job.server.tables))
     with in_section("train"):
         numbers = precision(train.precision)
+    others = {name: each.nbytes for name, each in module.named_parameters() if name not in names}
+    found = Tables(settled, names, others, numbers)
     if not names:
-        return Tables(settled, names, numbers)
+        return found
     if not any(each.requires_grad and name not in names for name, each in module.named_parameters()):
         raise UserError("server.tables: all that is trained would be served by rows. Leave one out of server.tables")
     some = f"with {sorted(names)[0]} served by rows"
@@ -79,4 +87,4 @@ def tables_of(settled: Settled) -> Tables:
             f"rows that no sample of a step has, which are not touched. Give {remedy}; or server.tables = [], which "
             "serves the whole"
         )
-    return Tables(settled, names, numbers)
+    return found

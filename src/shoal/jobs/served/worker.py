@@ -74,7 +74,7 @@ class _Worker:
         world, self._rows = World.single(device), RowsInUse()
         if settled.job.plan.compile:
             self._rows.keep_compilers_out()
-        model = tables_of(settled).left_out(settled.model, self._rows)
+        model = tables_of(settled).left_out(self._rows)
         self.engine = make_engine(settled.job, model, settled.total, world, optimizer=Still)
         self.engine.optimizer.torch.register_step_pre_hook(self._keep)
         self._gradients: dict[str, Tensor | None] = {}

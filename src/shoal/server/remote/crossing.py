@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.device import current_stream, record_event, record_use
+from shoal.device import current_stream, record_event
 
 
 class Crossing:
@@ -38,7 +38,8 @@ class Crossing:
         return made
 
     def given(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns the gradients of results, given those of the graph; the current stream waits for them."""
+        """Returns the gradients of results, given those of the graph, to be sent. The current stream waits for them;
+        who sends waits until they have gone, so nothing else keeps their memory."""
         found = list(grads)
         for number, grad in enumerate(grads):
             if grad is not None and number in self.grads:
@@ -46,7 +47,6 @@ class Crossing:
                 stream = current_stream(own.device)
                 if stream is not None:
                     stream.wait_event(event)
-                record_use(own)
                 found[number] = own
         return found
 

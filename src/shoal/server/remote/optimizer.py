@@ -28,7 +28,7 @@ class DistributedOptimizer:
     schedule: of the learning rate, as in `shoal.Engine`.
     options: of the optimizer, such as `lr`.
 
-    Raises UserError for an optimizer or options that are none.
+    Raises UserError for an optimizer or options that are none, and for no modules.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class DistributedOptimizer:
         if clip is not None and not clip > 0:
             raise UserError(f"DistributedOptimizer: clip = {clip} is not above 0; None does not clip")
         self._modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+        if not self._modules:
+            raise UserError("DistributedOptimizer: there are no modules: give those whose parameters it is to update")
         try:
             self._stepper = Stepper(secrets.token_hex(8), kind, options, self._modules)
         except (TypeError, ValueError) as error:

@@ -125,6 +125,8 @@ class Registry:
 def exposed_factories(given: Mapping[str, Factory] | Iterable[Factory | str]) -> dict[str, Factory]:
     """Returns what clients may ask for, by name: see `Owner`. Raises UserError for what is no factory."""
     named = dict(given) if isinstance(given, Mapping) else {_name(each): _imported(each) for each in given}
+    if not named:
+        raise UserError("Owner: there is nothing that clients may ask for: give the classes or functions of modules")
     for name, factory in named.items():
         if not callable(factory) or not isinstance(name, str) or not name:
             raise UserError(f"Owner: {name!r}: {factory!r} is nothing that builds a module: give a class or a function")

@@ -30,7 +30,7 @@ class Stepper:
     """
 
     def __init__(self, key: str, kind: str, options: Mapping[str, Any], modules: Sequence[nn.Module]) -> None:
-        check_choice(f"DistributedOptimizer: {kind!r} is not one of", kind, OPTIMIZERS)
+        check_choice(f"{kind!r} is not one of", kind, OPTIMIZERS)
         self._key, self._kind, self._options, self._modules = key, kind, dict(options), modules
         self.parameters = {
             f"{index}.{name}" if len(modules) > 1 else name: parameter
