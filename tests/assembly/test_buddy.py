@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from shoal import Plan
-from shoal.checkpoint.buddy.ring import PURPOSE, buddies
+from shoal.checkpoint.buddy.ring import PURPOSE, Ring, buddies
 from shoal.comm.world import World
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, LaunchError, UserError
@@ -46,6 +47,7 @@ def _same(old: dict[str, Any], dead: dict[int, str], **more: Any) -> Row:
     return Row("", old, old, dead, joins=len(dead), **more)
 
 
+_SMALL = {"dp": 3, "zero": 3, "exchange": {"name": "allreduce", "chunk_bytes": 4096}}  # several chunks
 _HOST, _DISK = {"host": "1GiB"}, {"host": "1GiB", "disk": "a directory"}
 SAME = {
     "zero 1": _same({"dp": 2, "zero": 1}, {1: "backward"}),
@@ -75,13 +77,19 @@ SAME = {
     "compiled": _same({"dp": 2, "zero": 1, "compile": "aot_eager"}, {1: "after the ballot"}),
     "a snapshot each step": _same({"dp": 2, "zero": 3, "buddy": 1}, {1: "after its update"}),
     "a log from the beginning": _same({"dp": 2, "zero": 3, "buddy": 100}, {1: "after its update"}),
-    "a snapshot on its way": _same({"dp": 3, "zero": 3}, {1: "on its way to a buddy"}),
-    "gradients on their way": _same({"dp": 3, "zero": 3, "buddy": 100}, {1: "on its way to a buddy"}),
+    "a snapshot on its way": _same({"dp": 3, "zero": 3}, {1: "on its way to a buddy"}, hosts="abc"),
+    "gradients on their way": _same({"dp": 3, "zero": 3, "buddy": 100}, {1: "on its way to a buddy"}, hosts="abc"),
+    "a snapshot half written": _same({"dp": 3, "zero": 3}, {1: "as it writes for its buddy"}),
+    "gradients half written": _same({**_SMALL, "buddy": 100}, {1: "as it writes for its buddy"}),
+    "a snapshot that is not told": _same({"dp": 3, "zero": 3}, {1: "on its way to a buddy"}),
+    "gradients that are not told": _same({"dp": 3, "zero": 3, "buddy": 100}, {1: "on its way to a buddy"}),
+    "its buddy is on its host": _same({"dp": 3, "zero": 3}, {1: "after the ballot"}, hosts="aab"),
+    "its buddy is on another host": _same({"dp": 3, "zero": 3}, {0: "after the ballot"}, hosts="aab"),
 }
 """Which ranks die where, under plans by which they have state that no other has; all in step FAILS."""
 
 SUITE = ["zero 1", "zero 3", "the last stage", "a part of layers", "experts", "fp16", "statistics", "one is behind"]
-SUITE += ["a snapshot on its way", "on the disk", "a function"]
+SUITE += ["a snapshot on its way", "gradients half written", "its buddy is on its host", "on the disk", "a function"]
 
 
 def shown(names: Iterator[str]) -> list[Any]:
@@ -202,12 +210,47 @@ def _sent(world: World, fields: dict[str, Any], case: str) -> tuple[list[int], i
 
 
 def test_bytes_are_those_of_what_no_other_rank_has():
-    """AdamW in fp32, a snapshot each third step. Before the first update there is no optimizer state."""
+    """AdamW in fp32, a snapshot each third step. Before the first update there is no optimizer state, so the second
+    snapshot is described anew; the third one is like it."""
     (sent, owned), _ = run_ranks(_sent, 2, {"dp": 2, "zero": 3, "buddy": 3}, "gpt")
-    words = 2**12  # what is told beside tensors
+    described = [4, 1, 1, 4, 1, 1, 1]  # units of 4 KiB that are told beside tensors, at most
     for step, (nbytes, state) in enumerate(zip(sent, [1, 0, 0, 3, 0, 0, 3], strict=True)):
-        assert 4 * owned * (1 + state) <= nbytes <= 4 * owned * (1 + state) + (64 * words if state else words), step
+        assert 4 * owned * (1 + state) <= nbytes <= 4 * owned * (1 + state) + 2**12 * described[step], step
     assert [nbytes for nbytes, _ in run_ranks(_sent, 2, {"dp": 2, "buddy": 3}, "gpt")] == [[0] * 7] * 2
+
+
+def _written_over(world: World, every: int) -> tuple[int, list[int], list[int]]:
+    """How often something came for this rank to keep, the steps in which that changed what it kept already, and the
+    steps of the snapshots for which it let go of something."""
+    fields = {"dp": 2, "zero": 3, "buddy": every}
+    running = Row("", fields, fields, {}).engine(world, Plan(**fields))
+    deliver, confirm, came, changed, snapshots = Ring.deliver, Ring.confirm, [0], list[int](), list[int]()
+
+    def delivered(ring: Ring, *given: Any) -> Any:
+        kept = running.parts.buddy._kept
+        before = [] if kept is None else [(each, each.clone()) for room in kept.rooms for each in room.theirs]
+        found = deliver(ring, *given)
+        came[0] += 1
+        changed.extend(running.step_index for each, was in before if not torch.equal(each, was))
+        return found
+
+    def confirmed(ring: Ring) -> None:
+        snapshots.append(running.parts.buddy._kept.step)
+        confirm(ring)
+
+    with patch.object(Ring, "deliver", delivered), patch.object(Ring, "confirm", confirmed):
+        for batch in running.batches(CASES["gpt"].data(), steps=7):
+            running.step(batch)
+    running.close()
+    return came[0], changed, snapshots
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_nothing_is_written_over_what_a_buddy_keeps(every):
+    due = list(range(0, 7, every))
+    for came, changed, snapshots in run_ranks(_written_over, 2, every):
+        assert came == 7 + len(due) + 1, "a log each step, snapshots, and frozen chunks once"
+        assert changed == [] and snapshots == due
 
 
 def _balanced() -> GPT:

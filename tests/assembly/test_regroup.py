@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal import Plan
 from shoal.assembly import replan
+from shoal.checkpoint.buddy import ring as to_buddies
 from shoal.checkpoint.buddy.ring import Ring
 from shoal.comm.world import Seat, World
 from shoal.engine import Engine
@@ -44,6 +45,7 @@ WHERE = {  # what a rank comes to in the step that fails, and whether it goes be
     "after its update": (Commit, "apply", True),
     "while it goes on": (replan, "session", False),
     "on its way to a buddy": (Ring, "carry", False),
+    "as it writes for its buddy": (to_buddies, "write", True),
 }
 
 
@@ -71,6 +73,12 @@ def at(where: str, what: Callable[[], None], when: Callable[[], bool]) -> Any:
     return patch.object(of, name, call)
 
 
+def buddies_on(hosts: str) -> Any:
+    """Has ranks look for their buddies as if each were on the host of its letter."""
+    plain = Ring.__init__
+    return patch.object(Ring, "__init__", lambda ring, group, _: plain(ring, group, hosts[group.rank]))
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -87,7 +95,8 @@ def weights(running: Engine) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True)
 class Row:
     """A run on the ranks of plan `old`, of which those of `dead` are killed somewhere in step FAILS, and that goes on
-    under plan `new`; `joins`: further ranks then; `fails`: ranks that live and raise themselves, and where."""
+    under plan `new`; `joins`: further ranks then; `fails`: ranks that live and raise themselves, and where; `hosts`:
+    see `buddies_on`."""
 
     name: str
     old: dict[str, Any]
@@ -98,6 +107,7 @@ class Row:
     joins: int = 0
     fails: dict[int, str] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    hosts: str = ""
 
     @property
     def size(self) -> int:
@@ -131,6 +141,8 @@ def _trains(world: World, row: Row, disk: str) -> Any:
     else:
         running = row.engine(World(world.rank, row.size, seat=Seat(world.rank, row.size), store=world._given), old)
         with ExitStack() as stack:
+            if row.hosts:
+                stack.enter_context(buddies_on(row.hosts))
             for ranks, what in ((row.dead, die), (row.fails, fail)):
                 if (where := ranks.get(world.rank)) is not None:
                     stack.enter_context(at(where, what, lambda: running.step_index == FAILS))

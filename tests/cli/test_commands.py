@@ -137,7 +137,7 @@ def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
     trained = shoal("train", job_file, "--nproc", 1, "--set", "train.lr=2e-2", "--set", "run.sample=3 + ")
     assert trained.code == 0
     assert trained.out.splitlines()[-1] == f"report: {run_dir / 'report.html'}"
-    assert "sample" in trained.out
+    assert "sample" in trained.out and "plan: one rank (its memory is enough)" in trained.out
     job, _ = load_job(run_dir / "resolved.toml")
     assert (job.train.lr, job.run.nproc) == (2e-2, 1)
 

@@ -6,6 +6,35 @@ import json
 
 import pytest
 
+SMALL = {"host": 2**25, "process": 2**20}
+"""A machine for which few and small models are looked at."""
+
+
+def both_ways(capfd, job_file, *assignments: str) -> tuple[str, dict]:
+    """The words and the JSON of one answer, for a small host."""
+    from shoal.cli.memory_table import show
+    from shoal.jobs.plan import plan_memory
+
+    answer = plan_memory(job_file, assignments, **SMALL)
+    capfd.readouterr()
+    show(answer, as_json=False)
+    words = " ".join(capfd.readouterr().out.split())
+    show(answer, as_json=True)
+    return words, json.loads(capfd.readouterr().out)
+
+
+def predicted(job_file, *assignments: str):
+    """The prediction alone, without the largest model."""
+    from shoal.jobs.choose import Sizes, settle
+    from shoal.jobs.forecast import Forecast
+    from shoal.jobs.read import load_job
+    from shoal.planner import Machine
+
+    job, origins = load_job(job_file, assignments)
+    ranks = job.plan.size
+    settled = settle(job, origins, Sizes(ranks, ranks))
+    return Forecast(settled, Machine(SMALL["host"], None, ranks), SMALL["process"]).predict(settled.job.plan)
+
 
 def test_it_says_what_a_rank_needs_and_what_fits(shoal, job_file):
     answer = shoal("plan", job_file, "--memory", "--nproc", "2", "--host", "3GiB")
@@ -72,18 +101,17 @@ def test_a_pipeline_says_how_its_schedule_runs(shoal, job_file):
     assert wrong.code == 2 and "is none of gpipe" in wrong.err
 
 
-def test_the_memory_of_each_stage(shoal, job_file):
-    stages = ("--memory", "--nproc", "2", "--set", "plan.pp=2", "--set", "model.layers=4", "--host", "3GiB")
-    answer = shoal("plan", job_file, *stages)
-    assert answer.code == 0, answer.err
-    assert "memory of the rank that needs most" in answer.out and "by place along pp a rank needs" in answer.out
-    found = json.loads(shoal("plan", job_file, *stages, "--json").out)
+def test_the_memory_of_each_stage(shoal, job_file, capfd):
+    stages = ("run.nproc=2", "plan.pp=2", "model.layers=4")
+    words, found = both_ways(capfd, job_file, *stages)
+    assert "memory of the rank that needs most" in words and "by place along pp a rank needs" in words
     first, last = ({row["role"]: row["nbytes"] for row in stage["rows"]} for stage in found["stages"])
     assert first["weights"] + last["weights"] >= 4 * found["parameters"] and first["weights"] != last["weights"]
-    unflushed = json.loads(shoal("plan", job_file, *stages, "--set", "plan.schedule=2bw", "--json").out)
-    roles = {row["role"]: row["nbytes"] for row in unflushed["rows"]}
-    assert roles["older weights"] == roles["weights"] and roles["gradients under way"] == roles["gradients"]
-    wrong = shoal("plan", job_file, *stages, "--set", "plan.stages=[3,3]")
+    unflushed = predicted(job_file, *stages, "plan.schedule=2bw").need
+    assert unflushed.of("older weights") == unflushed.of("weights")
+    assert unflushed.of("gradients under way") == unflushed.of("gradients")
+    given = [part for each in (*stages, "plan.stages=[3,3]") for part in ("--set", each)]
+    wrong = shoal("plan", job_file, "--memory", *given)
     assert wrong.code == 2 and "the model has 4 blocks" in wrong.err
 
 
@@ -135,7 +163,7 @@ def test_what_tensor_parallel_makes_of_each_layer(shoal, job_file):
 def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
     """What `shoal plan --memory` costs is dry runs of blocks: the job's own model as it is, larger ones with four
     blocks."""
-    from shoal.jobs import forecast
+    from shoal.jobs import dry_runs
     from shoal.jobs import plan as asked
     from shoal.planner import SHALLOW, dry_run
 
@@ -145,16 +173,41 @@ def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
         depths.append(len(subject.factory().blocks))
         return dry_run(subject)
 
-    monkeypatch.setattr(forecast, "dry_run", counted)
+    monkeypatch.setattr(dry_runs, "dry_run", counted)
     own = 6
     answer = asked.plan_memory(job_file, [f"model.layers={own}", "run.nproc=1"], host=2**30, process=2**28)
     assert answer.largest.table["layers"] > 2 * own
     assert depths[0] == own and all(depth <= SHALLOW for depth in depths[1:]) and len(depths) <= 10
 
 
+@pytest.mark.parametrize("plan", ["pp=2", pytest.param("pp=4", marks=pytest.mark.matrix)])
+def test_the_largest_model_of_a_pipeline_fits_and_the_next_does_not(job_file, monkeypatch, plan):
+    from shoal.jobs import dry_runs
+    from shoal.jobs import plan as asked
+    from shoal.planner import SHALLOW, dry_run_stages, family
+
+    depths = []
+
+    def counted(subject):
+        depths.append(len(subject.factory().blocks))
+        return dry_run_stages(subject)
+
+    monkeypatch.setattr(dry_runs, "dry_run_stages", counted)
+    ranks, own = int(plan[-1]), 12
+    job = [f"model.layers={own}", f"plan.{plan}"]
+    answer = asked.plan_memory(job_file, job, **SMALL)
+    assert answer.largest.parameters > answer.parameters and len(answer.stages) == ranks
+    assert depths[0] == own and all(depth <= min(ranks, 3) * SHALLOW for depth in depths[1:])
+    sizes = family(answer.settled.job.model, answer.settled.model.values)
+    for more in (0, 1):
+        member = sizes.member(answer.largest.table["heads"] + more)
+        given = [f"model.{key}={value}" for key, value in member.items() if isinstance(value, int)]
+        assert (predicted(job_file, *job, *given).free >= 0) == (not more)
+
+
 def test_no_model_is_run_dry_twice(job_file, monkeypatch):
     """Also where the largest that fits is the job's own, which another table describes."""
-    from shoal.jobs import forecast
+    from shoal.jobs import dry_runs
     from shoal.jobs import plan as asked
     from shoal.planner import dry_run
 
@@ -164,7 +217,7 @@ def test_no_model_is_run_dry_twice(job_file, monkeypatch):
         ran.append(repr(subject.factory))
         return dry_run(subject)
 
-    monkeypatch.setattr(forecast, "dry_run", counted)
+    monkeypatch.setattr(dry_runs, "dry_run", counted)
     job = (job_file, ["model.layers=5", "run.nproc=1"])
     needed = asked.plan_memory(*job, host=2**29, process=2**28).prediction.fits[0].needed
     ran.clear()
@@ -172,17 +225,16 @@ def test_no_model_is_run_dry_twice(job_file, monkeypatch):
     assert answer.largest.parameters == answer.parameters and len(set(ran)) == len(ran)
 
 
-def test_each_plan_of_a_run_is_looked_at(shoal, job_file):
+def test_each_plan_of_a_run_is_looked_at(job_file, capfd):
+    from shoal.jobs.plan import plan_memory
+
     job_file.write_text(
         job_file.read_text()
         + '\n[[run.at]]\nstep = 2\nplan.zero = 3\n\n[[run.at]]\nstep = 4\nplan.memory.device = "64KiB"\n'
     )
-    asked = ("plan", job_file, "--memory", "--nproc", "2", "--host", "3GiB")
-    answer = shoal(*asked)
-    words = " ".join(answer.out.split())
-    assert answer.code == 1, "the device of the last plan is too small"
+    words, found = both_ways(capfd, job_file, "run.nproc=2")
+    assert "does not fit plan.memory.device" in words, "the device of the last plan is too small"
     assert "after step 2: dp = 2, zero = 3" in words and 'after step 4: dp = 2, zero = 3, memory = {device = "' in words
-    found = json.loads(shoal(*asked, "--json").out)
     assert [(each["step"], each["plan"].get("zero")) for each in found["later"]] == [(2, 3), (4, 3)]
     whole, cut = (
         next(row["nbytes"] for row in each["rows"] if row["role"] == "optimizer state")
@@ -190,5 +242,6 @@ def test_each_plan_of_a_run_is_looked_at(shoal, job_file):
     )
     assert cut == pytest.approx(whole / 2, rel=0.1)
     smallest = found["later"][1]["smallest_device"]
+    assert not plan_memory(job_file, ["run.nproc=2"], **SMALL).fits
     job_file.write_text(job_file.read_text().replace('"64KiB"', str(smallest)))
-    assert shoal(*asked).code == 0
+    assert plan_memory(job_file, ["run.nproc=2"], **SMALL).fits

@@ -16,6 +16,7 @@ import pytest
 from shoal import checkpoint
 from shoal.cli.demo import DEMO
 from shoal.comm import World
+from shoal.device import peak
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
 from shoal.report.evaluations import read_evaluations
@@ -39,11 +40,18 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, seco
     raise AssertionError(f"no step {step} within {seconds:.0f} s; {state}; it said:\n{''.join(process.communicate())}")
 
 
+def train_here(job_file: Path, *sets: str) -> None:
+    """Trains a job in this process: what else a run has to be there for, or is compared with."""
+    job, origins = load_job(job_file, list(sets))
+    train(job, origins, World.single("cpu"))
+
+
 def test_two_ranks_train_and_one_goes_on(shoal, job_file, tmp_path):
-    assert shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={tmp_path / 'whole'}").code == 0
+    train_here(job_file, f"run.dir={tmp_path / 'whole'}")
     first = shoal("train", job_file, "--nproc", 2, "--set", "train.steps=3")
     assert (first.code, first.err) == (0, "")
     assert first.out.splitlines()[-1] == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert "plan: dp = 2 (another plan could spare at most " in first.out
     assert shoal("train", job_file, "--nproc", 1, "--resume", "auto").code == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     refused = shoal("train", job_file, "--nproc", 2, "--resume", "never")
@@ -62,7 +70,7 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
     (row,) = checkpoint.listing(run_dir / "checkpoints")
     assert (row.step, row.state) == (records.steps[-1].step, "ok")
     assert (run_dir / "report.html").exists()
-    assert shoal("train", job_file, "--nproc", 1, "--set", f"train.steps={row.step + 2}").code == 0
+    train_here(job_file, f"train.steps={row.step + 2}")
     assert len(losses(run_dir)) == row.step + 2
 
 
@@ -79,7 +87,7 @@ def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_until_a_rank_d
     assert shoal("report", run_dir).code == shoal("ckpt", "ls", run_dir).code == 0
     screen = shoal("top", run_dir).out
     assert "trains" in screen and all(str(rank.pid) in screen for rank in psutil.Process(process.pid).children())
-    assert shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={tmp_path / 'other'}").code == 0
+    train_here(job_file, f"run.dir={tmp_path / 'other'}")
     ranks = psutil.Process(process.pid).children()
     process.kill()
     _, left = psutil.wait_procs(ranks, timeout=10)
@@ -174,7 +182,9 @@ def test_a_shape_error_of_a_script_shows_the_scripts_own_lines(shoal, tmp_path):
     assert answer.err.count("Traceback") == 1, "once for all ranks"
 
 
-def test_the_doctor_brings_two_ranks_together(shoal):
+def test_the_doctor_brings_two_ranks_together(shoal, monkeypatch):
+    monkeypatch.setattr(peak, "PEAK_SECONDS", 0.0)
+    monkeypatch.setattr(peak, "CPU_SIZE", 64)
     answer = shoal("doctor", "--json")
     checks = {check["name"]: check for check in json.loads(answer.out)["checks"]}
     assert checks["two ranks"]["state"] == "OK"
@@ -207,14 +217,13 @@ def test_this_machine_is_measured_planned_for_trained_on_and_compared(shoal, job
 
 def test_the_demo_learns_more_than_a_nat(job_file, tmp_path):
     """Its first eighth already does."""
-    job, origins = load_job(DEMO, ["train.steps=60", "run.eval_every=0", f"run.dir={tmp_path / 'demo'}"])
-    train(job, origins, World.single("cpu"))
+    train_here(DEMO, "train.steps=60", "run.eval_every=0", f"run.dir={tmp_path / 'demo'}")
     first, last = read_metrics(tmp_path / "demo" / "metrics.jsonl").evals
     assert first.loss - last.loss > 1.5
 
 
 def test_an_export_that_does_not_fit_the_disk_ends_with_code_5_and_leaves_what_was_there(shoal, job_file, tmp_path):
-    assert shoal("train", job_file, "--nproc", 1, "--set", "model.d_model=64").code == 0
+    train_here(job_file, "model.d_model=64")
     assert shoal("ckpt", "export", tmp_path / "run", tmp_path / "out").code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     command = f"ulimit -f 100; exec {sys.executable} -m shoal.cli ckpt export {tmp_path / 'run'} {tmp_path / 'out'}"

@@ -20,18 +20,30 @@ from tests.pool import apart, disposable_ranks, make_world, run_ranks
 pytestmark = pytest.mark.alone
 
 
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} has not come"
+        time.sleep(0.05)
+
+
 def lines_of(world: World, tmp: str, on_sockets: bool, message: bool) -> list[str]:
     """What this rank says while rank 1 is stopped by the test in the middle of a loop of collectives, or rank 0 waits
-    for its message."""
+    for its message. A file tells of each line that it is said."""
     stalls.STALL_SECONDS, stalls.SIGN_SECONDS, stalls._LOOK_SECONDS = 1.0, 0.2, 0.1
     world = apart(world) if on_sockets else make_world(world.rank, world.size, world.store)
     said: list[str] = []
-    world._stalls._say = said.append
+
+    def say(line: str) -> None:
+        said.append(line)
+        (Path(tmp) / f"rank{world.rank}-line{len(said)}").touch()
+
+    world._stalls._say = say
     group, flat = world.everyone, torch.ones(1000)
     group.barrier()
     if message:
         if world.rank == 1:
-            time.sleep(2)
+            wait_for(Path(tmp) / "rank0-line1")
             group.send(flat, 0, "activations")
         elif world.rank == 0:
             group.recv(flat, 1, "activations")
@@ -46,12 +58,12 @@ def lines_of(world: World, tmp: str, on_sockets: bool, message: bool) -> list[st
 @pytest.mark.parametrize("on_sockets", [False, True], ids=["shared memory", "sockets"])
 def test_a_stopped_rank_is_named_once_and_its_return_is_said(on_sockets, tmp_path):
     with disposable_ranks(lines_of, 3, str(tmp_path), on_sockets, False) as ranks:
-        while len(list(tmp_path.iterdir())) < 3:
-            time.sleep(0.05)
+        for rank in range(3):
+            wait_for(tmp_path / str(rank))
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        time.sleep(3)
+        wait_for(tmp_path / "rank0-line1")
         os.kill(ranks[1].pid, signal.SIGCONT)
-        time.sleep(0.5)
+        wait_for(tmp_path / "rank0-line2")
         (tmp_path / "end").touch()
         first, stopped, third = [rank.result(30) for rank in ranks]
     assert len(first) == 2 and stopped == [] and third == []

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import re
 from collections import Counter, OrderedDict, UserDict, namedtuple
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,14 @@ VALUES = [
         frozenset({Value(0, 1, 2)}), frozenset(), frozenset(), [None],
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.fast
+def test_no_two_kinds_that_travel_have_one_name():
+    """A process may import both."""
+    sources = [each.read_text() for each in Path(wire.__file__).parents[1].rglob("*.py")]
+    names = Counter(re.findall(r"^@sent\n(?:@.*\n)*class (\w+)", "\n".join(sources), re.MULTILINE))
+    assert len(names) > 10 and [name for name, times in names.items() if times > 1] == []
 
 
 @pytest.mark.fast

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,14 @@ import torch
 
 from shoal.cli.answer import answer_for, money
 from shoal.errors import UserError
+from shoal.exchange.algorithm import USUAL_CHUNK
+from shoal.jobs import answer, gain
 from shoal.jobs.answer import profile_of
-from shoal.jobs.automatic import asked, is_small, keeps_microbatch
-from shoal.jobs.choose import Settled, opened
+from shoal.jobs.asking import asked, keeps_microbatch, stays
+from shoal.jobs.automatic import pinned
+from shoal.jobs.choose import Settled, Sizes, at_size, opened
+from shoal.jobs.config import Job, Train
+from shoal.jobs.gain import FINEST, SHARE, Ranks, is_small, why_not_searched
 from shoal.jobs.read import parse_job
 from shoal.models import build
 from shoal.pipeline import schedule_of
@@ -23,6 +30,7 @@ from shoal.plan import Plan
 from shoal.planner import Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
+from shoal.planner.measure import Rates
 from shoal.planner.profile import profile
 from shoal.precision import precision
 
@@ -86,11 +94,78 @@ def test_products_of_experts_are_counted(settled: Callable[..., Settled]) -> Non
     assert block.products.value == 2 * 16 * (4 * 32**2 + 4 * 32 + 2 * 3 * 32 * 48)  # attention, router, two experts
 
 
-def test_a_small_job_without_a_plan_is_not_searched(settled: Callable[..., Settled]) -> None:
-    own = settled()
+def ranks(number: int, memory: int = 8 * GIB) -> Ranks:
+    return Ranks(number, torch.device("cpu"), memory, Link(1e-4, 1e9))
+
+
+def test_a_job_without_a_plan_is_searched_where_its_state_is_large(settled: Callable[..., Settled]) -> None:
+    own = at_size(settled(), Sizes(2, 2))
     elements = sum(each.numel() for each in own.model.factory().parameters())
     state = 16 * elements  # weights, gradients and two moments in fp32
     assert is_small(own, round(4.01 * state)) and not is_small(own, round(3.99 * state))
+    assert why_not_searched(own, ranks(2, round(3.99 * state))) is None
+    assert why_not_searched(own, ranks(1)) == "its memory is enough"
+    assert "of the whole job" in str(why_not_searched(own, ranks(2)))
+
+
+def test_a_job_without_a_plan_is_searched_where_another_plan_could_gain(
+    settled: Callable[..., Settled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, 1e12 FLOP/s, 8e9 bytes/s: an exchange of 4 bytes and an update of 32 an element."""
+    monkeypatch.setattr(gain, "rates", lambda *_: Rates({"fp32": 1e12}, ((1e9, 1.0),), 8e9, 0.0, 0.0, 0.0, 0.0, 0.0))
+    own = replace(at_size(settled(d_model=128), Sizes(2, 2)), total=10**6)
+    elements = sum(each.numel() for each in own.model.factory().parameters())
+    spared = 4 * elements / 1e9 + 32 * elements / 8e9
+    row = own.model.flops_per_token(16) * 16 / 1e12  # type: ignore[misc]
+    least = math.ceil(spared / (SHARE * row))  # rows of a rank beside which that is little
+
+    def of(rows: int, **limits: Any) -> str | None:
+        train = replace(own.job.train, global_batch=rows, **limits)
+        return why_not_searched(replace(own, job=replace(own.job, train=train)), ranks(2))
+
+    assert spared > FINEST and 4 * elements < USUAL_CHUNK
+    assert of(2 * (least - 1)) is None and "all but the products" in str(of(2 * least))
+    assert of(2 * least + 1) is None, "one rank has a row more than the other"
+    assert "of the whole job" in str(of(2 * (least - 1), seconds=5.0))
+    few = round(10 / spared)
+    for steps, asked_for in ((few - 1, False), (few + 1, True)):
+        assert (why_not_searched(replace(own, total=steps), ranks(2)) is None) == asked_for
+
+
+def test_data_parallelism_stays_where_nothing_is_clearly_faster(settled: Callable[..., Settled]) -> None:
+    fast, slow = (machine(2), replace(machine(2), hosts=(replace(machine(2).hosts[0], inside=Link(1e-5, 1e6)),)))
+    two, many = (at_size(settled(), Sizes(size, size)) for size in (2, 16))
+    assert stays(two, fast) == "the planner predicts none that is 10% faster"
+    assert stays(two, slow) is None
+    assert stays(many, machine(16)) is None, "more ranks than rows"
+
+
+def test_what_a_caller_gives_of_a_plan_is_kept() -> None:
+    job = Job({"name": "gpt"}, Train(steps=1), plan=Plan(tp=2, dp=2))
+    assert pinned(job, {"plan.dp": "planner"}) == {"tp": 2}
+    assert pinned(job, {"plan.dp": "cli", "plan.tp": "file", "plan.zero": "file"}) == {"dp": 2, "tp": 2, "zero": 0}
+
+
+def test_a_model_is_traced_once(
+    settled: Callable[..., Settled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    traced = []
+
+    def counted(*given: Any) -> Any:
+        traced.append(given)
+        return profile(*given)
+
+    monkeypatch.setattr(answer, "profile", counted)
+    first = profile_of(settled(), ("parts",))
+    assert profile_of(settled(), ("parts",)) == first and len(traced) == 1
+    profile_of(settled(), ())
+    profile_of(settled(), ("parts",), {"lm_head": "whole"})
+    profile_of(settled(d_model=64), ("parts",))
+    assert len(traced) == 4
+    for path in (tmp_path / "cache" / "shoal" / "profiles").glob("*.json"):
+        path.write_text(path.read_text()[:-9])
+    assert profile_of(settled(), ("parts",)) == first and len(traced) == 5
 
 
 def test_the_plan_of_a_job_is_confirmed_and_pins_hold(settled: Callable[..., Settled]) -> None:

@@ -3,6 +3,7 @@ made."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,20 @@ import torch
 from shoal import Plan
 from shoal.models import build
 from shoal.optim.groups import decay_matrices_only
-from shoal.planner import SHALLOW, Recording, Subject, alike_blocks, deepened, dry_run, equal
+from shoal.planner import (
+    SHALLOW,
+    KnownStages,
+    Recording,
+    Staged,
+    Subject,
+    alike_blocks,
+    blocks_by_stage,
+    deepened,
+    dry_run,
+    dry_run_stages,
+    equal,
+    equal_stages,
+)
 from shoal.precision import precision
 
 GPT = {"name": "gpt", "preset": "1m", "vocab_size": 61, "sequence": 16}
@@ -65,6 +79,66 @@ def test_bert_and_models_of_transformers():
     for kind in ("llama", "qwen3"):
         deep, own = both(hf(kind, head_dim=8), Plan(), "bf16", "num_hidden_layers")
         assert deep is not None and equal(deep, own)
+
+
+STAGES = [
+    (Plan(pp=4), "bf16"),
+    (Plan(pp=2, schedule="interleaved"), "fp32"),
+    (Plan(pp=3, tp=2, dp=2, zero=1, recompute="full"), "fp32"),
+    (Plan(pp=4, stages=[2, 7, 3, 6]), "fp32"),
+    (Plan(pp=4, stages=[1, 7, 3, 7]), "fp32"),
+]
+
+
+def known_stages(plan: Plan, kind: str, number: int = 18, **settings: Any) -> tuple[KnownStages, Any, Any]:
+    """A GPT of `number` blocks: what is to be known, dry runs by blocks and plan, the blocks of the plan's stages."""
+    numbers, groups = precision(kind), decay_matrices_only(0.1)
+
+    def run(blocks: int, plan: Plan) -> Staged:
+        spec = build({**GPT, **settings, "layers": blocks})
+        rows = spec.prepare_data([SAMPLE])
+        return dry_run_stages(Subject(spec.factory, spec.loss, rows[0], 4, numbers, plan, groups))
+
+    small, large = (build({**GPT, **settings, "layers": blocks}).factory for blocks in (SHALLOW, number))
+    many, blocks = blocks_by_stage(small, number, plan), alike_blocks(small, large, numbers)
+    assert many is not None and blocks is not None and sum(many) == number
+    return KnownStages(blocks), run, many
+
+
+@pytest.mark.parametrize(("plan", "kind"), STAGES, ids=str)
+def test_the_stages_of_a_deep_model_from_those_of_a_shallow_one(plan, kind):
+    """18 blocks from at most 12. A first stage of one block leaves open whether the second block is like the third."""
+    known, run, many = known_stages(plan, kind)
+    few = known.lacking(many)
+    assert sum(few) <= 12 and (plan.stages is None or list(many) == plan.stages)
+    known.add(run(sum(few), replace(plan, pp=len(few), schedule="1f1b", stages=list(few))), few)
+    assert not known.lacking(many)
+    if many[0] == 1:
+        assert known.of(many) is None
+    else:
+        assert equal_stages(known.of(many), run(18, plan))
+
+
+FEWER = [
+    (Plan(pp=3), "bf16", (2, 2, 2)),
+    (Plan(pp=3, recompute="full"), "fp32", (3, 2, 4, 3)),
+    (Plan(pp=2), "fp32", (4, 2)),
+]
+
+
+@pytest.mark.parametrize(("plan", "kind", "few"), FEWER, ids=str)
+def test_the_stages_of_a_model_from_those_of_a_deeper_one(plan, kind, few):
+    known, run, many = known_stages(plan, kind, 14, dropout=0.1)
+    known.add(run(14, plan), many)
+    assert not known.lacking(few)
+    assert equal_stages(known.of(few), run(sum(few), replace(plan, pp=len(few), stages=list(few))))
+
+
+def test_which_stages_are_still_to_be_run():
+    known, run, many = known_stages(Plan(pp=2), "fp32", 10)
+    assert known.lacking((9, 7, 3, 1, 5)) == (4, 1, 4, 4), "one of four says what three do"
+    known.add(run(10, Plan(pp=2)), many)
+    assert known.lacking((9, 2)) == () and known.lacking((2, 1)) == (4, 1) and known.lacking((5, 3, 3)) == (2, 3, 1)
 
 
 UNLIKE = [{"name": "blocks", "every": 2}, {"name": "blocks", "full": 2}, {"name": "budget", "keep": 0.6}]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.answer import lines, toml
-from shoal.jobs.automatic import asked
+from shoal.jobs.asking import asked
 from shoal.jobs.choose import opened
 from shoal.jobs.read import parse_job
 from shoal.parallel.tensor.pins import CUT_AS

@@ -310,7 +310,8 @@ def test_experts_of_a_plan_of_1024_ranks_have_and_send_what_the_formula_says(ran
     )
     experts = sum(shape.numel() for name, shape, _ in found.parameters if ".experts." in name)
     assert experts == blocks * E * 2 * D * F // (plan.ep * plan.tp)
-    assert found.sent["experts"] == 4 * blocks * pairs * D * 4  # out and back, forward and backward
+    numbers = blocks * E * 8  # how many rows come of each expert
+    assert found.sent["experts"] == 4 * blocks * pairs * D * 4 + numbers  # out and back, forward and backward
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

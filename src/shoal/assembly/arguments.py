@@ -42,7 +42,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ArgumentError(
             "loss", f" is a {_kind(given['loss'])}: give a function loss(model, microbatch) that returns (sum, count)"
         )
-    _check_optimizer(given["optimizer"])
+    check_optimizer(given["optimizer"])
     if given["schedule"] is not None and not callable(given["schedule"]):
         raise ArgumentError(
             "schedule",
@@ -167,11 +167,12 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
         check_numbers("plan", given["plan"].to_dict())
 
 
-def _check_optimizer(given: Any) -> None:
+def check_optimizer(given: Any) -> None:
+    """Raises ArgumentError for what makes no optimizer: a ready one, or a name."""
     if isinstance(given, torch.optim.Optimizer):
         raise ArgumentError(
             "optimizer",
-            f" is a ready {_kind(given)}: the engine makes it, over the parameters as it keeps them. "
+            f" is a ready {_kind(given)}: it is made here, over the parameters as they are kept. "
             f"Write optimizer={_as_factory(given)}"
             + (", and param_groups= for the options of each group" if len(given.param_groups) > 1 else ""),
         )

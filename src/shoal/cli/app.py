@@ -62,11 +62,11 @@ def train(
     nproc: Nproc = None,
     nodes: Annotated[
         str | None,
-        typer.Option(metavar="LEAST:MOST", help="Nodes that may come and go; this is the first: --nodes 1:4."),
+        typer.Option(metavar="LEAST:MOST", help="Nodes that may come and go, 1:4; this is the first, or Ray has them."),
     ] = None,
     join: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Joins a job of --nodes, at its first node or by its --coordinator."),
+        typer.Option(metavar="HOST:PORT", help="Joins a job of --nodes, at one of its nodes or by its --coordinator."),
     ] = None,
     coordinator: Annotated[
         str | None,

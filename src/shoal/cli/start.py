@@ -10,12 +10,15 @@ from shoal.elastic.events import node_limits
 from shoal.elastic.launched import PATIENCE, as_node
 from shoal.elastic.nodes import Program, found, found_or_join, join
 from shoal.errors import UserError
+from shoal.jobs.config import Job, Origins
 from shoal.jobs.lock import refuse_if_taken
 from shoal.jobs.plans import forget, kept
 from shoal.jobs.ranks import default_ranks, fitted, ranks_here, spread
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.jobs.served.settings import check_served
 from shoal.launch import discover, launch
+from shoal.launch.identity import SINGLE
+from shoal.launch.ray import names_cluster
 from shoal.launch.roles import launch_roles
 from shoal.launch.served import RESTARTS, launch_served
 from shoal.launch.tf_config import TRAINERS, parse_roles
@@ -77,34 +80,44 @@ def start_nodes(
     """Trains the job file on nodes that come and go; returns the exit code.
 
     This is the first node, or where `coordinator` is the URL of an etcd cluster any of them. A launcher may start one
-    process on each node: its first one is the first node, at the address that it gives to rank 0.
+    process on each node: its first one is the first node, at the address that it gives to rank 0. Where RAY_ADDRESS
+    names a cluster of Ray all nodes are actors there, and this process is none.
     """
+    if names_cluster() and discover() == SINGLE:
+        from shoal.cli.on_ray import start_on_ray
+
+        return start_on_ray(path, assignments, nodes, interface, coordinator)
     limits = node_limits(nodes)
     job, origins = load_job(path, assignments)
     outside = as_node(Path(job.run.dir).resolve(), coordinator is None)
     if outside is not None and outside.number > 0:
-        return join(outside.address, ranks_here(job), interface, _arrange, PATIENCE)
+        return join(outside.address, ranks_here(job), interface, arrange, PATIENCE)
     here = ranks_here(job)
     spread(job, origins, here) if limits[0] == 1 else fitted(job, here)
-    arguments = ["-m", "shoal.jobs", str(path.resolve()), *assignments]
-    if "run.dir" not in origins:
-        arguments.append(text_assignment("run.dir", job.run.dir))
-    program = Program(arguments, path.resolve(), Path(job.run.dir).resolve())
+    program = program_of(path, assignments, job, origins)
     if coordinator is not None:
-        return found_or_join(program, limits, here, interface, _arrange, coordinator)
+        return found_or_join(program, limits, here, interface, arrange, coordinator)
     refuse_if_taken(program.run_dir)
     forget(program.run_dir)  # what an earlier run has kept
     if outside is None:
-        return found(program, limits, here, interface, _arrange)
-    return found(program, limits, here, interface or outside.own_host(), _arrange, outside.port)
+        return found(program, limits, here, interface, arrange)
+    return found(program, limits, here, interface or outside.own_host(), arrange, outside.port)
+
+
+def program_of(path: Path, assignments: Sequence[str], job: Job, origins: Origins) -> Program:
+    """Returns what the nodes of a job run."""
+    arguments = ["-m", "shoal.jobs", str(path.resolve()), *assignments]
+    if "run.dir" not in origins:
+        arguments.append(text_assignment("run.dir", job.run.dir))
+    return Program(arguments, path.resolve(), Path(job.run.dir).resolve())
 
 
 def join_nodes(address: str, nproc: int | None, interface: str | None) -> int:
     """Joins a job whose nodes come and go; returns the exit code."""
-    return join(address, nproc if nproc is not None else default_ranks(), interface, _arrange)
+    return join(address, nproc if nproc is not None else default_ranks(), interface, arrange)
 
 
-def _arrange(arguments: list[str], size: int) -> tuple[list[str], str]:
+def arrange(arguments: list[str], size: int) -> tuple[list[str], str]:
     """Fits the plan of a job, with what `shoal replan` has changed, to a number of ranks; see `fitted`."""
     job, _ = load_job(arguments[2], arguments[3:])
     change = kept(Path(job.run.dir))

@@ -88,18 +88,25 @@ def open_segment(meet: Meet, rank: int, num_bytes: int, obstacle: str = "") -> S
     return None if problems or memory is None else Segment(memory, [answer[1] for answer in answers])
 
 
+def nameless(num_bytes: int) -> int:
+    """Makes a nameless file of so many zero bytes of memory; returns its descriptor, which the caller closes. Raises
+    OSError."""
+    descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, num_bytes)  # an error now rather than SIGBUS later
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _offer(num_bytes: int, obstacle: str) -> _Offer:
     if obstacle:
         return _Offer(obstacle)
-    descriptor = -1
     try:
-        descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC)
-        os.fchmod(descriptor, 0o600)
-        os.posix_fallocate(descriptor, 0, num_bytes)  # an error now rather than SIGBUS later
-        return _Offer("", process_table(), os.getpid(), descriptor)
+        return _Offer("", process_table(), os.getpid(), nameless(num_bytes))
     except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
         return _Offer(f"rank 0 cannot have {num_bytes / 2**20:.1f} MiB of it ({error})")
 
 

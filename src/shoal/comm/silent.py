@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from shoal.comm.lane import Lane, Ticket
 from shoal.comm.transport import NoSharedMemory, sent_bytes
 from shoal.comm.wire import FIRST, packed
 from shoal.comm.world import World
+from shoal.errors import UserError
 
 
 class Silent(NoSharedMemory):
@@ -39,20 +43,93 @@ class OfOneHost(Silent):
     allocate_common = allocate
 
 
+Key = tuple[str, tuple[int, ...], int]
+"""A group's name and ranks, and the number of the call."""
+
+
+class Heard:
+    """The objects that ranks give to each other which run one after the other on threads of this process: each until
+    it needs to know what another one has not said yet. `speaker(rank)`: which of them speaks for a rank."""
+
+    def __init__(self, speaker: Callable[[int], int]) -> None:
+        self.speaker = speaker
+        self._said: dict[tuple[Key, int], Any] = {}
+        self._wanted: dict[int, tuple[Key, int] | None] = {}
+        self._turn, self._failed = threading.Condition(), list[BaseException]()
+
+    def run(self, work: Callable[[int], None], ranks: Iterable[int]) -> None:
+        """Runs `work(rank)` of all `ranks`; raises the first error of any."""
+        threads = [threading.Thread(target=partial(self._run, work, rank)) for rank in ranks]
+        self._wanted = dict.fromkeys(ranks)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed:
+            raise self._failed[0]
+
+    def _run(self, work: Callable[[int], None], rank: int) -> None:
+        with self._turn:
+            try:
+                if not self._failed:
+                    work(rank)
+            except BaseException as error:  # raised by `run`
+                self._failed.append(error)
+            del self._wanted[rank]
+            self._turn.notify_all()
+
+    def say(self, key: Key, rank: int, value: Any) -> None:
+        self._said[key, rank] = value
+        if self._wanted:
+            self._turn.notify_all()
+
+    def hear(self, key: Key, rank: int, of: int) -> Any:
+        """What `of` has said in a call, which `rank` needs."""
+        wanted = key, self.speaker(of)
+        if self._wanted:
+            self._wanted[rank] = wanted
+            self._turn.wait_for(lambda: wanted in self._said or self._failed or not self._can_come())
+            self._wanted[rank] = None
+        if wanted not in self._said:
+            raise UserError(f"rank {rank} waits for what rank {of} never says: call {key[2]} of group {key[0]}")
+        return self._said[wanted]
+
+    def _can_come(self) -> bool:
+        """Whether any rank may go on and say more."""
+        return any(wanted is None or wanted in self._said for wanted in self._wanted.values())
+
+
 class SilentGroup(Group):
-    """A group whose other ranks give the objects that this one gives, and take as long to say so."""
+    """A group whose other ranks take as long as this one to say something, and give the objects that this one gives;
+    or, where they are `heard`, what they have given."""
+
+    heard: Heard | None = None
+    calls: Counter[tuple[str, tuple[int, ...]]]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._book("all_gather", value, self.size, 0)
-        return [value] * self.size
+        told = self._told(value, range(self.size))
+        self._book("all_gather", told, self.size, 0)
+        return told
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        self._book("broadcast", value, 1, src)
-        return value
+        (told,) = self._told(value, [src])
+        self._book("broadcast", [told], 1, src)
+        return told
 
-    def _book(self, operation: str, value: Any, times: int, src: int) -> None:
+    def _told(self, value: Any, of: Sequence[int]) -> list[Any]:
+        """What the ranks at the places `of` give where this one gives `value`."""
+        if self.heard is None:
+            return [value] * len(of)
+        name, own = (self.name, tuple(self.ranks)), self.ranks[self.rank]
+        self.calls[name] += 1
+        key = (*name, self.calls[name])
+        self.heard.say(key, own, value)
+        speaks = [self.heard.speaker(self.ranks[place]) for place in of]
+        return [value if speaker == own else self.heard.hear(key, own, speaker) for speaker in speaks]
+
+    def _book(self, operation: str, values: Sequence[Any], times: int, src: int) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            rest = packed(value).numel() - FIRST
+            rest = max(packed(value).numel() - FIRST for value in values)
         for nbytes in (FIRST, rest) if rest else (FIRST,):
             payload = times * nbytes
             wire = sent_bytes(operation, payload, self.size, self.rank, src)
@@ -63,15 +140,18 @@ class SilentWorld(World):
     """The world of `rank` among `size` ranks that do not exist. Books what would be sent.
 
     Its lanes run work at once, in the caller's thread, since fake tensors belong to one thread. `one_host`: ranks share
-    memory, as those of one host do.
+    memory, as those of one host do. `heard`: what other ranks say that differ from this one.
     """
 
-    def __init__(self, rank: int, size: int, one_host: bool = False) -> None:
+    def __init__(self, rank: int, size: int, one_host: bool = False, heard: Heard | None = None) -> None:
         super().__init__(device="cpu")
         self.rank, self.size, self._carrier = rank, size, OfOneHost if one_host else Silent
+        self._heard, self._calls = heard, Counter[tuple[str, tuple[int, ...]]]()
 
     def group(self, name: str, ranks: list[int]) -> Group:
-        return SilentGroup(name, ranks, self.ledger, {"cpu": self._carrier(ranks.index(self.rank), len(ranks))})
+        made = SilentGroup(name, ranks, self.ledger, {"cpu": self._carrier(ranks.index(self.rank), len(ranks))})
+        made.heard, made.calls = self._heard, self._calls
+        return made
 
     def lane(self) -> Lane:
         return AtOnce(self.device, self.ledger)

@@ -41,5 +41,10 @@ def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) ->
         return algorithm.chunk_bytes
     if link is None:
         return USUAL_CHUNK
-    best = math.sqrt((link.latency + OVERHEAD) * link.bandwidth * gradient_bytes)
+    return best_size(link.latency, link.bandwidth, gradient_bytes)
+
+
+def best_size(latency: float, bandwidth: float, gradient_bytes: float) -> int:
+    """Returns a power of two near the optimum for a link (seconds, bytes a second)."""
+    best = math.sqrt((latency + OVERHEAD) * bandwidth * gradient_bytes)
     return 2 ** round(math.log2(min(max(best, SMALLEST), LARGEST)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shoal.errors import UserError, in_section
-from shoal.jobs.choose import Settled
+from shoal.jobs.choose import Settled, under
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import build
@@ -17,8 +18,9 @@ from shoal.plan import Plan
 from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
-from shoal.planner.degrees import Spread, chosen_fields, ways
+from shoal.planner.degrees import Spread, ways
 from shoal.planner.depth import REPEATED
+from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
@@ -87,14 +89,21 @@ def subject_of(
 
 
 def profile_of(settled: Settled, ways: tuple[str, ...], placements: Mapping[str, str] | None = None) -> Profile:
-    """Traces the model of a job; of one with many equal blocks a shallow one, where that proves to say all."""
-    own = shallow_of(settled, placements)
+    """Traces the model of a job, or reads what was traced before."""
+    model, subject = settled.model, subject_of(settled, placements=placements)
+    settings = model.name, settled.job.model.get("loss"), model.values, settled.job.train.weight_decay
+    return kept(settings, subject, ways, partial(_traced, settled, subject, ways))
+
+
+def _traced(settled: Settled, subject: Subject, ways: tuple[str, ...]) -> Profile:
+    """Traces the model; of one with many equal blocks a shallow one, where that proves to say all."""
+    own = shallow_of(settled, subject.plan.placements)
     if own is not None:
         try:
             return deepened(profile(own[0], ways), own[1], REPEATED)
         except UserError:
             pass  # it cannot be as shallow: it is traced whole
-    return profile(subject_of(settled, placements=placements), ways)
+    return profile(subject, ways)
 
 
 def shallow_of(settled: Settled, placements: Mapping[str, str] | None = None) -> tuple[Subject, int] | None:
@@ -175,17 +184,6 @@ def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task:
     return replace(task, legal=legal, limit=task.most if refused else 0.85 * task.most)
 
 
-def under(settled: Settled, plan: Plan, microbatch: int | None) -> Settled:
-    """The job under `plan`, with microbatches of that size; what it did not give itself has the origin "planner"."""
-    job, origins = settled.job, dict(settled.origins)
-    fields = (f"plan.{key}" for key in chosen_fields(plan))
-    origins.update({key: "planner" for key in fields if origins.get(key) not in ("file", "cli")})
-    if job.train.microbatch is None and microbatch is not None:
-        job = replace(job, train=replace(job.train, microbatch=microbatch))
-        origins["train.microbatch"] = "planner"
-    return replace(settled, job=replace(job, plan=plan), origins=origins)
-
-
 def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:
     """Predictions for the ranks of a pipeline that are the fullest: the first two and the last; without stages one."""
     cluster, plan = task.cluster, settled.job.plan
@@ -194,4 +192,4 @@ def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:
     machine = Machine(memory, None if on_host else cluster.memory, min(cluster.per_host, plan.size))
     forecast = Forecast(settled, machine, 0)
     last = Spread.of(plan).stages - 1
-    return [forecast.of(plan, place) for place in sorted({0, min(1, last), last})]
+    return forecast.of(plan, sorted({0, min(1, last), last}))

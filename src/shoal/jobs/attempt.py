@@ -117,7 +117,7 @@ class Attempt:
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
-        self.moves, self.pace, self.shown = Moves(engine), OwnPace(engine), Shown(world)
+        self.moves, self.pace, self.shown = Moves(engine), OwnPace(engine), Shown(world, job.run.first_within)
         self.recorder.start(self._about(speed.peak))
 
     @property
@@ -187,6 +187,7 @@ class Attempt:
         if engine.step_index == 0 and self._evaluated != 0:
             self._evaluate(FIRST_LOOK)
         log.info("the first step of this attempt")
+        self.shown.begins()
         stopped = None
         for batch in batches(engine, self.data, total, self.votes):
             self.timeline.before(batch.step)
@@ -228,6 +229,7 @@ class Attempt:
             change()
         self.moves, self.pace = Moves(self.engine), OwnPace(self.engine)
         self.timeline.changed(self.engine.step_index)
+        self.shown.begins()
 
     def _catch_up(self, evaluated: int) -> None:
         """Does what was due after the last step, if the generation before did not come to its end."""

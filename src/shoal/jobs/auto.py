@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.jobs.answer import Chosen, confirmed, task_of
-from shoal.jobs.automatic import cluster_of_ranks, keeps_microbatch, pinned
+from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch
+from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here

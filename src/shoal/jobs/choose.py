@@ -21,6 +21,7 @@ from shoal.optim.groups import decay_matrices_only
 from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
+from shoal.planner.degrees import chosen_fields
 from shoal.precision import precision
 from shoal.training.microbatches import largest_share
 
@@ -35,6 +36,7 @@ class Settled:
     total: number of steps; None where only train.seconds ends the run.
     tokenizer: None where the data is not text.
     trials: of plans that are tried in the run, None without plan.measure.
+    why: the plan is what it is, in words; "" where the job gives it.
     """
 
     job: Job
@@ -43,6 +45,7 @@ class Settled:
     data: TextData | ArrayData
     total: int | None
     trials: Trials | None = None
+    why: str = ""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -85,6 +88,17 @@ def with_plan(settled: Settled, plan: Plan, world: World | Sizes) -> Settled:
     """Returns the job under another plan, with its stages found anew."""
     job, origins = _put_stages(replace(settled.job, plan=plan), settled.origins, settled.model, settled.data, world)
     return replace(settled, job=job, origins=origins)
+
+
+def under(settled: Settled, plan: Plan, microbatch: int | None) -> Settled:
+    """The job under `plan`, with microbatches of that size; what it did not give itself has the origin "planner"."""
+    job, origins = settled.job, dict(settled.origins)
+    fields = (f"plan.{key}" for key in chosen_fields(plan))
+    origins.update({key: "planner" for key in fields if origins.get(key) not in ("file", "cli")})
+    if job.train.microbatch is None and microbatch is not None:
+        job = replace(job, train=replace(job.train, microbatch=microbatch))
+        origins["train.microbatch"] = "planner"
+    return replace(settled, job=replace(job, plan=plan), origins=origins)
 
 
 def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, TextData]:

@@ -13,7 +13,7 @@ from statistics import median
 from shoal.device import any_device, hardware_name
 from shoal.errors import UserError
 from shoal.jobs.answer import task_of
-from shoal.jobs.automatic import cluster_of_ranks
+from shoal.jobs.asking import cluster_of_ranks
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.learning import learn_from, spent_on
 from shoal.jobs.read import load_job

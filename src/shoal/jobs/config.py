@@ -105,6 +105,8 @@ class Run:
     sample: a prompt to continue at each evaluation, "" for none.
     norms_every: steps between records of the gradient norms by layer, 0 for none.
     verify_every: steps between votes of replicas on what they hold, which find silent corruption; 0 for none.
+    first_within: where nodes come and go, seconds in which a generation's first step, save, and microbatch of an
+        evaluation are to be done; a rank that takes longer counts as one that hangs. 0: they may take any time.
     at: changes of the plan, tables of the `step` after which one is made and the fields that it changes:
         {step = 1000, plan = {tp = 2}}. Without dp, that is what is left of the ranks.
     """
@@ -120,12 +122,13 @@ class Run:
     sample: str = ""
     norms_every: int = 0
     verify_every: int = 0
+    first_within: float = 1800.0
     at: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _check_changes(self.at)
-        for key in ("eval_every", "eval_samples", "save_every", "norms_every", "verify_every"):
-            if getattr(self, key) < 0:
+        for key in ("eval_every", "eval_samples", "save_every", "norms_every", "verify_every", "first_within"):
+            if not getattr(self, key) >= 0:
                 raise UserError(f"run.{key} = {getattr(self, key)}: give 0 or more")
         for key in ("nproc", "keep"):
             value = getattr(self, key)
@@ -142,10 +145,12 @@ class Run:
 class Auto:
     """What a job says of its plan beside the fields of a Plan: `wanted`, by plan = "auto" or plan.name = "auto", is
     found by the planner around the fields that are given. `measure`: so many of its best are tried in the run for a few
-    steps each, and the fastest stays."""
+    steps each, and the fastest stays. `open`: a file gives no plan at all, so the planner is asked where that is worth
+    it."""
 
     wanted: bool = False
     measure: int = 0
+    open: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.pace import OwnPace
 from shoal.jobs.read import load_job
-from shoal.launch.board import BUSY, EVALUATION, SAVE, STEP, open_board
+from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, open_board
 from shoal.report.metrics import MembershipRecord
 
 
@@ -46,10 +46,15 @@ def placed(settled: Settled, path: str, assignments: list[str], place: Place) ->
 
 
 class Shown:
-    """The progress that this rank shows its supervisor; nothing where it has none."""
+    """The progress that this rank shows its supervisor; nothing where it has none. `first_within`: of the job's Run."""
 
-    def __init__(self, world: World) -> None:
-        self._board = open_board(os.environ, world.waiting)
+    def __init__(self, world: World, first_within: float) -> None:
+        self._board = open_board(os.environ, world.waiting, first_within)
+
+    def begins(self) -> None:
+        """Shows that the first step begins, of the generation or under a plan: it may compile, and read for long."""
+        if self._board is not None:
+            self._board.show(FIRST)
 
     def stepped(self, step: int) -> None:
         """Shows a committed step."""

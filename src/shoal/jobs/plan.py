@@ -112,7 +112,7 @@ def plan_memory(
     plan = settled.job.plan
     prediction = forecast.predict(plan)
     instead = that_fit(others(plan), forecast.predict) if prediction.free < 0 else []
-    recording = forecast.recording(settled.job.model, plan)
+    recording = forecast.recording(plan)
     steps = [change["step"] for change in settled.job.run.at]
     plans = [with_plan(settled, plan_at(settled.job, step, sizes.size), sizes) for step in steps]
     later = [Forecast(each, machine, process).predict(each.job.plan) for each in plans]

@@ -34,7 +34,7 @@ def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tupl
     job or plan that cannot follow its ranks."""
     if job.run.at:
         raise UserError("run.at with --nodes: a world that changes by itself has no plan by step. Leave out run.at")
-    if job.auto.wanted and not change:  # the ranks of each generation ask the planner
+    if (job.auto.wanted or job.auto.open) and not change:  # the ranks of each generation find their plan
         return [], ""
     change = {key: value for key, value in (change or {}).items() if key != "dp"}
     asked = job.plan.changed(change, size) if change else job.plan

@@ -109,7 +109,7 @@ def _auto(plan: dict[str, Any], where: str) -> Auto:
         raise UserError(
             f'plan.measure = {measure} in {where} tries plans of the planner: give plan.name = "auto" beside it'
         )
-    return Auto(name == AUTO, measure)
+    return Auto(name == AUTO, measure, not plan and name is None)
 
 
 def _as_long(federated: Federated) -> tuple[str, Any]:

@@ -32,6 +32,7 @@ from shoal.jobs.plans import plan_at, plans_of
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.plan import Plan
+from shoal.planner.task import spoken
 from shoal.report.metrics import MembershipRecord
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,8 @@ def make_directory(settled: Settled, world: World, engine: Engine) -> None:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
         console = Console(file=sys.stdout, highlight=False)
         console.print(origin_table(settled.job, settled.origins))
+        if settled.why:
+            console.print(f"plan: {spoken(settled.job.plan.to_dict())} ({settled.why})", markup=False)
         console.print(kernels(engine), markup=False)
         if engine.parts.link is not None:
             mebibytes = engine.parts.chunk_bytes / 2**20

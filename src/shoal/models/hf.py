@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,16 @@ def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
 
     6 N + 12 L W T as in `presets.flops_per_token` (W: the width of all query heads), where N counts the matrices that a
     token passes: the head but not the embedding, and of a mixture of experts those it is routed to. The model is built
-    on the meta device to count them.
+    on the meta device to count them, when they are first asked for.
     """
+    text: Any = config.get_text_config()
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    weights = cache(partial(_weights_passed, config))
+    return lambda sequence: 6.0 * weights() + 12.0 * text.num_hidden_layers * width * sequence
+
+
+def _weights_passed(config: PretrainedConfig) -> float:
+    """The elements of the matrices that a token passes."""
     with torch.device("meta"):
         model: Any = build_model(config)
     text: Any = config.get_text_config()
@@ -63,8 +71,7 @@ def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
         weights -= model.get_input_embeddings().weight.numel()
     if text.model_type == "gpt2":
         weights -= text.n_positions * text.n_embd
-    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return lambda sequence: 6.0 * weights + 12.0 * text.num_hidden_layers * width * sequence
+    return weights
 
 
 def export_hf(

@@ -66,6 +66,15 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     return built
 
 
+def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
+    """Makes a model on the meta device; None where it cannot be made without values."""
+    try:
+        with torch.device("meta"):
+            return factory()
+    except (NotImplementedError, RuntimeError, ValueError, TypeError):
+        return None
+
+
 def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     if isinstance(model, nn.Module):
         return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", _only(_kept_tensors(model)))

@@ -15,7 +15,7 @@ dropout and torch's generators repeat their draws; hooks on the block itself, ou
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial, wraps
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.errors import UserError, check_choice
@@ -94,7 +95,7 @@ class Recompute:
         self._blocks = [_Block(block, self.again) for block in blocks]
         self._places = range(len(blocks)) if places is None else places
         self._number = len(blocks) if number is None else number
-        self._decide: Callable[[], None] | None = None
+        self._decide: Callable[[Sequence[_Block]], None] | None = None
         name, parameters = option_name(option, "recompute"), option_parameters(option)
         kinds: dict[str, Callable[..., None]] = {
             "none": self._none,
@@ -120,11 +121,13 @@ class Recompute:
         """The blocks of which all is computed again."""
         return [block.module for block in self._blocks if block.flag and block.whole]
 
-    def decide(self, agree: Callable[[list[int]], list[int]]) -> None:
+    def decide(self, agree: Callable[[list[int]], list[int]], ranks: Sequence[Collection[nn.Module]] = ()) -> None:
         """Chooses, once and after a step, the blocks that a budget recomputes. `agree` returns the first rank's
-        choice."""
+        choice. `ranks`: modules of which each set is a rank's own, with a budget of its own; by default all are one's.
+        """
         if self._decide is not None:
-            self._decide()
+            for own in [{id(module) for module in each} for each in ranks] or [{id(b.module) for b in self._blocks}]:
+                self._decide([block for block in self._blocks if id(block.module) in own])
             chosen, self._decide = agree(self.chosen), None
             for place, block in enumerate(self._blocks):
                 block.flag = place in chosen
@@ -163,11 +166,11 @@ class Recompute:
             kinds.setdefault(block.kind, []).append(block)
         meters = {kind: Meter(alike[0]) for kind, alike in kinds.items()}
 
-        def decide() -> None:
+        def decide(own: Sequence[_Block]) -> None:
             """Recomputes the blocks that save the most bytes, until little enough is kept; a kind that did not run
             saves 0."""
-            left = whole = sum(meters[block.kind].kept for block in self._blocks)
-            for block in sorted(self._blocks, key=lambda block: -meters[block.kind].saves):
+            left = whole = sum(meters[block.kind].kept for block in own)
+            for block in sorted(own, key=lambda block: -meters[block.kind].saves):
                 saves = meters[block.kind].saves
                 block.flag = left > keep * whole and saves > 0
                 left -= saves * block.flag
@@ -223,9 +226,18 @@ class _Block:
         """Returns the names of changed buffers, by value: a change by a kernel (BatchNorm) need not count as a
         version."""
         now = dict(self.module.named_buffers())
+        if any(isinstance(buffer, FakeTensor) for buffer in now.values()):  # a dry run, where nothing has values
+            return {name for name, (buffer, _) in found.items() if now.get(name) is not buffer} | self._statistics()
         return {
-            name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not _equal(buffer, copy)
+            name
+            for name, (buffer, copy) in found.items()
+            if now.get(name) is not buffer or not torch.equal(buffer, copy)
         }
+
+    def _statistics(self) -> set[str]:
+        """Returns the names of the buffers that BatchNorms change."""
+        layers = [(name, each) for name, each in self.module.named_modules() if isinstance(each, _BatchNorm)]
+        return {f"{name}.{key}".lstrip(".") for name, each in layers if each.training for key in each._buffers}
 
     def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
         """Gives buffers the values that the first forward found, inside the context."""
@@ -273,8 +285,3 @@ def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
         return second
 
     return first, again
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """True if both are equal; in a dry run, where nothing has values, always."""
-    return isinstance(one, FakeTensor) or torch.equal(one, other)

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import product
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from shoal.comm import Group, Lane, World
@@ -120,10 +119,9 @@ class Mail:
         while expected and (message not in self._posted or self._under_way[message.way, source] <= AHEAD):
             following = expected.popleft()
             self._under_way[message.way, source] += 1
-            tensors: list[Tensor] = []
-            work = partial(
-                _receive, group, 1 - group.rank, shapes(following), tensors, self._world.device, following.way
-            )
+            # the caller's memory: the lane only fills it
+            tensors = [shape.empty(self._world.device) for shape in shapes(following)]
+            work = partial(_receive, group, 1 - group.rank, tensors, following.way)
             self._posted[following] = (lane.submit(work, str(following)), tensors)
 
     def settle(self) -> None:
@@ -163,8 +161,7 @@ def messages_to(
     return found
 
 
-def _receive(
-    group: Group, source: int, shapes: Sequence[Shape], into: list[Tensor], device: torch.device, way: Way
-) -> None:
-    for shape in shapes:
-        into.append(group.recv(shape.empty(device), source, purpose=way))
+def _receive(group: Group, source: int, into: Sequence[Tensor], way: Way) -> None:
+    for tensor in into:
+        record_use(tensor)
+        group.recv(tensor, source, purpose=way)

@@ -83,12 +83,11 @@ class Runner:
             alone
         around: wraps these forwards
         """
-        new = torch.tensor([kind not in self._known and kind not in kinds[:place] for place, kind in enumerate(kinds)])
+        new = [kind not in self._known and kind not in kinds[:place] for place, kind in enumerate(kinds)]
         if alike is not None:
-            new = alike.all_reduce(new.to(torch.int32), "max", purpose="kinds").bool()
-        if not new.any():
-            return
-        for place in new.nonzero().flatten().tolist():
+            flags = alike.all_reduce(torch.tensor(new, dtype=torch.int32), "max", purpose="kinds")
+            new = [bool(flag) for flag in flags.tolist()]
+        for place in (place for place, is_new in enumerate(new) if is_new):
             with around():
                 found = find_routes(
                     self.split, self._number, self._rank_of, self.group, partial(run, place), self._device

@@ -1,14 +1,15 @@
 """What a plan will need, said before anything is trained: memory by role and tier, and the largest model that fits."""
 
-from shoal.planner.depth import SHALLOW, alike_blocks, deepened, equal
-from shoal.planner.dry_run import dry_run
+from shoal.planner.deep_stages import KnownStages, blocks_by_stage, equal_stages
+from shoal.planner.depth import SHALLOW, Blocks, alike_blocks, deepened
+from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
 from shoal.planner.parts import Part, parts_of, with_stages
 from shoal.planner.predict import BUDGET, DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.prepare import Subject
-from shoal.planner.recording import Recording
+from shoal.planner.recording import Recording, Staged, equal
 from shoal.planner.state import State, optimizer_state
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "HOST",
     "SHALLOW",
     "TIERS",
+    "Blocks",
     "Family",
     "Fit",
+    "KnownStages",
     "Machine",
     "MemoryNeed",
     "Part",
@@ -26,13 +29,17 @@ __all__ = [
     "Prediction",
     "Recording",
     "Row",
+    "Staged",
     "State",
     "Subject",
     "alike_blocks",
+    "blocks_by_stage",
     "changes",
     "deepened",
     "dry_run",
+    "dry_run_stages",
     "equal",
+    "equal_stages",
     "family",
     "largest",
     "lay_out_all",

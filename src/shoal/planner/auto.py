@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.comm import World
@@ -14,16 +14,19 @@ from shoal.comm.first import from_first
 from shoal.errors import UserError
 from shoal.launch import join
 from shoal.module.batchnorm import has_batch_statistics
+from shoal.module.build import without_values
 from shoal.optim.groups import GroupRule, OptimizerFactory
+from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread, ways
-from shoal.planner.dry_run import dry_run
+from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import profile
+from shoal.planner.recording import Recording
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task, spoken
 from shoal.precision import precision as precision_named
@@ -81,10 +84,8 @@ def auto_plan(
 
 def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:
     """What the model's own configuration says of it, where it has one, and whether it has statistics over a batch."""
-    try:
-        with torch.device("meta"):
-            made = model()
-    except (NotImplementedError, RuntimeError, ValueError, TypeError):  # it needs values; the trace says more
+    made = without_values(model)
+    if made is None:  # the trace says more
         return {}, False
     config: Any = getattr(made, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -110,21 +111,20 @@ def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Pl
     on_host = cluster.hosts[0].device.on_host
     ranks = min(cluster.per_host, plan.size)
     machine = Machine(min(host.memory for host in cluster.hosts), None if on_host else cluster.memory, ranks)
-    for place in sorted({0, min(1, last), last}):
-        own = Subject(
-            subject.factory,
-            subject.loss,
-            subject.sample,
-            estimate.choice.microbatch,
-            subject.precision,
-            plan,
-            subject.param_groups,
-            rank=place * plan.stage_size,
-        )
-        try:
-            needed = predict(dry_run(own), optimizer, plan, subject.precision, machine, estimate.microbatches)
-        except UserError as error:
-            return str(error)
-        if (nbytes := needed.need.total("device")) > task.most:
-            return f"a dry run counts {nbytes / 2**30:,.1f} GiB"
+    own = replace(subject, microbatch=estimate.choice.microbatch, plan=plan)
+    try:
+        for recording in _recorded(own, sorted({0, min(1, last), last})):
+            needed = predict(recording, optimizer, plan, subject.precision, machine, estimate.microbatches)
+            if (nbytes := needed.need.total("device")) > task.most:
+                return f"a dry run counts {nbytes / 2**30:,.1f} GiB"
+    except UserError as error:
+        return str(error)
     return ""
+
+
+def _recorded(subject: Subject, places: Iterable[int]) -> list[Recording]:
+    """Dry runs of the ranks at `places` of a pipeline; without stages of one."""
+    if not subject.plan.pipelined:
+        return [dry_run(subject)]
+    staged, one = dry_run_stages(subject), schedule_of(subject.plan, 1)
+    return [staged.of(one.stages_of(place)) for place in places]

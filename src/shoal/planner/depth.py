@@ -68,9 +68,9 @@ def alike_blocks(
 def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
     """The recording of a model of `blocks` from that of the shallow one, None if the shallow one's middle blocks differ
     in what they do. `sent` and `layers` stay those of the shallow model."""
-    more, shifted = blocks.number - SHALLOW, _Shift(blocks.name)
-    events = _more_events(shallow.events, more, shifted)
-    parameters = _more_parameters(shallow.parameters, more, shifted)
+    more, shifted = blocks.number - SHALLOW, Shift(blocks.name)
+    events = more_events(shallow.events, more, shifted)
+    parameters = more_parameters(shallow.parameters, more, shifted)
     if events is None or parameters is None:
         return None
     return replace(
@@ -82,15 +82,7 @@ def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
     )
 
 
-def equal(one: Recording, other: Recording) -> bool:
-    """Whether they say the same of memory."""
-    return all(
-        getattr(one, each) == getattr(other, each)
-        for each in ("num_parameters", "parameters", "options", "buffers", "events")
-    )
-
-
-class _Shift:
+class Shift:
     """Names of parameters of later blocks: `blocks.2.mlp.up.weight` by 3 is `blocks.5.mlp.up.weight`. Names of no
     block stay."""
 
@@ -121,32 +113,69 @@ class _Shift:
         return (self.event(each, by) for each in events)
 
 
-def _more_events(events: Sequence[Event], more: int, shifted: _Shift) -> tuple[Event, ...] | None:
-    """`events` with those of the repeated block `more` times more, in forward and, from the last to the first, in
-    backward."""
+@dataclass(frozen=True)
+class Repeated:
+    """The places in a model's events between which its blocks but the first and the last run, `number` of them that all
+    do the same: `forward` to `last` their forwards, `again` to `first_again` their backwards."""
+
+    number: int
+    forward: int
+    last: int
+    again: int
+    first_again: int
+
+    @property
+    def length(self) -> int:
+        """Events of the forward of one block."""
+        return (self.last - self.forward) // self.number
+
+    @property
+    def length_again(self) -> int:
+        """Events of the backward of one block."""
+        return (self.first_again - self.again) // self.number
+
+
+def repeated(events: Sequence[Event], shifted: Shift, number: int = SHALLOW) -> Repeated | None:
+    """Finds the repeated blocks among `number`, at least `SHALLOW`; None where those in the middle do not do the
+    same."""
     named = [(place, shifted.blocks(each)) for place, each in enumerate(events)]
     turns = [(place, *blocks) for place, blocks in named if len(blocks) == 1]
     if any(len(blocks) > 1 for _, blocks in named) or not turns:
         return None
     starts = turns[:1] + [after for before, after in pairwise(turns) if before[1] != after[1]]
-    if [block for _, block in starts] != [*range(SHALLOW), *reversed(range(SHALLOW - 1))]:
+    if [block for _, block in starts] != [*range(number), *reversed(range(number - 1))]:
         return None
-    (_, one, two, three, again_two, again_one, again_none) = (place for place, _ in starts)
-    forward, backward = events[two:three], events[again_two:again_one]
-    if [*shifted.events(events[one:two], 1)] != [*forward] or [*shifted.events(events[again_one:again_none], 1)] != [
-        *backward
-    ]:
+    places = [place for place, _ in starts]
+    found = Repeated(number - 2, places[1], places[number - 1], places[number], places[-1])
+    ends = zip(pairwise(places[1:number]), pairwise(places[: number - 1 : -1]), strict=True)
+    (one, back), *others = [(events[a:b], events[d:c]) for (a, b), (c, d) in ends]
+    alike = all(
+        [*shifted.events(one, by)] == [*forward] and [*shifted.events(back, by)] == [*backward]
+        for by, (forward, backward) in enumerate(others, 1)
+    )
+    return found if alike else None
+
+
+def more_events(
+    events: Sequence[Event], more: int, shifted: Shift, at: Repeated | None = None
+) -> tuple[Event, ...] | None:
+    """`events` with those of the repeated blocks `more` times more (below 0: less), in forward and, from the last to
+    the first, in backward. `at`: where they are, if that is known."""
+    at = at or repeated(events, shifted)
+    if at is None or at.number + more < 0:
         return None
-    deeper: list[Event] = list(events[:two])
-    for by in range(more + 1):
+    forward, backward = events[at.forward :][: at.length], events[at.first_again - at.length_again : at.first_again]
+    deeper: list[Event] = list(events[: at.forward])
+    for by in range(at.number + more):
         deeper += shifted.events(forward, by)
-    deeper += shifted.events(events[three:again_two], more)
-    for by in reversed(range(more + 1)):
+    deeper += shifted.events(events[at.last : at.again], more)
+    for by in reversed(range(at.number + more)):
         deeper += shifted.events(backward, by)
-    return (*deeper, *_freed(events[again_one:], _alive([*deeper, *events[again_one:]]) - _alive(events)))
+    rest = events[at.first_again :]
+    return (*deeper, *_freed(rest, alive([*deeper, *rest]) - alive(events)))
 
 
-def _alive(events: Iterable[Event]) -> int:
+def alive(events: Iterable[Event]) -> int:
     """Bytes that live after `events`."""
     return sum(value for kind, value in events if kind == "live")  # type: ignore[misc]
 
@@ -158,12 +187,15 @@ def _freed(events: Sequence[Event], left: int) -> list[Event]:
     at = max(range(len(runs)), key=lambda at: len(runs[at][1]) * (runs[at][0][0] == "live"))
     (kind, value), run = runs[at]
     if left and kind == "live" and left % value == 0:  # type: ignore[operator]
-        run += [run[0]] * abs(left // value)  # type: ignore[operator]
+        run[:] = [run[0]] * max(0, len(run) - left // value)  # type: ignore[operator]
     return [event for _, run in runs for event in run]
 
 
-def _more_parameters(parameters: Sequence[Described], more: int, shifted: _Shift) -> tuple[Described, ...] | None:
-    """`parameters`, which come from the last block to the first, with those of the repeated one `more` times more."""
+def more_parameters(
+    parameters: Sequence[Described], more: int, shifted: Shift, number: int = SHALLOW
+) -> tuple[Described, ...] | None:
+    """`parameters` of a model of `number` blocks, which come from the last block to the first, with those of the
+    repeated blocks `more` times more (below 0: less). None where these differ."""
 
     def moved(each: Described, by: int) -> Described:
         name, shape, key = each
@@ -173,18 +205,22 @@ def _more_parameters(parameters: Sequence[Described], more: int, shifted: _Shift
             key if key.sparse is None else replace(key, sparse=shifted.name(key.sparse, by)),
         )
 
-    places = [place for place, each in enumerate(parameters) if shifted.block(each[0]) == REPEATED]
-    if not places or places != list(range(places[0], places[-1] + 1)):
+    middle = range(REPEATED, number - 1)
+    places = [place for place, each in enumerate(parameters) if shifted.block(each[0]) in middle]
+    if not places or places != list(range(places[0], places[-1] + 1)) or len(middle) + more < 0:
         return None
     start, end = places[0], places[-1] + 1
+    one = [each for each in parameters[start:end] if shifted.block(each[0]) == REPEATED]
+    if list(parameters[start:end]) != [moved(each, by) for by in reversed(range(len(middle))) for each in one]:
+        return None
     later = [moved(each, more) for each in parameters[:start]]
-    copies = [moved(each, by) for by in reversed(range(more + 1)) for each in parameters[start:end]]
+    copies = [moved(each, by) for by in reversed(range(len(middle) + more)) for each in one]
     return (*later, *copies, *parameters[end:])
 
 
 def _more_names(names: Iterable[str], blocks: str, more: int) -> Iterator[str]:
     """Names in the order of the model."""
-    shifted, repeated = _Shift(blocks), list[str]()
+    shifted, repeated = Shift(blocks), list[str]()
     for name in names:
         block = shifted.block(name)
         if block == REPEATED:

@@ -9,23 +9,24 @@ written.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
-from shoal.module.build import Built, build
+from shoal.module.build import build
+from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
-from shoal.planner.recording import Event, Recording
-from shoal.planner.stages import OwnStages
-from shoal.planner.workspace import with_workspace
+from shoal.planner.recording import Event, Recording, Staged
+from shoal.planner.stages import AllStages
+from shoal.planner.workspace import called, with_workspace
 from shoal.training.loss import call_loss
 
 Through = Callable[[list[Event], Callable[[], Tensor], Gather], None]
@@ -34,41 +35,41 @@ Through = Callable[[list[Event], Callable[[], Tensor], Gather], None]
 def dry_run(subject: Subject) -> Recording:
     """Runs one microbatch of `subject`. Raises UserError, in one line, for a model that cannot be built or a loss that
     fails on its data."""
+    if subject.plan.pipelined:
+        place = Mesh(subject.plan, subject.rank, subject.plan.size).rank("pp")
+        return dry_run_stages(subject).of(schedule_of(subject.plan, 1).stages_of(place))
+    with in_one_line(), prepared(build(subject.factory, 0), subject) as ready:
+        events = run(ready, subject)
+        return Recording(
+            ready.whole,
+            tuple(ready.parameters),
+            tuple(ready.options),
+            ready.buffers,
+            events,
+            ready.sent(),
+            layers=ready.local.parallelized.layers,
+        )
+
+
+def dry_run_stages(subject: Subject) -> Staged:
+    """Runs one microbatch of `subject` through the stages of its pipeline, each alone. Raises UserError as
+    `dry_run`."""
     with in_one_line():
-        return _record(build(subject.factory, 0), subject)
-
-
-def _record(built: Built, subject: Subject) -> Recording:
-    place = Mesh(subject.plan, subject.rank, subject.plan.size).rank("pp")
-    with prepared(built, subject) as ready:
-        parameters, stages = ready.parameters, None
-        if subject.plan.pipelined:
-            stages = OwnStages(ready, built, subject.plan, place)
+        built, schedule = build(subject.factory, 0), schedule_of(subject.plan, 1)
+        units = units_of(built.module)  # of the whole model, before its layers are cut
+        cut = stages_of(units, schedule.stages, given_stages(subject.plan))
+        with prepared(built, subject) as ready:
+            stages = AllStages(ready, built, schedule, units, cut)
             stages.learn(partial(_loss, ready, subject))
-            names = stages.names
-            parameters = [each for each in parameters if each[0] in names]
-        events = run(ready, subject, None if stages is None else stages.through)
-        kept = () if stages is None else tuple(stages.kept.items())
-        buffers = ready.buffers if stages is None else stages.buffers
-    sent: dict[str, int] = {}
-    for flow, traffic in ready.world.ledger.traffic.items():
-        sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
-    return Recording(
-        ready.whole,
-        tuple(parameters),
-        tuple(ready.options),
-        buffers,
-        events,
-        sent,
-        kept,
-        ready.local.parallelized.layers,
-    )
+            return stages.recorded(run(ready, subject, stages.through, stages.by_rank))
 
 
-def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tuple[Event, ...]:
+def run(
+    ready: Prepared, subject: Subject, through: Through | None = None, ranks: Sequence[Sequence[nn.Module]] = ()
+) -> tuple[Event, ...]:
     """Gives the events of a microbatch as it is once `recompute` has decided what it computes again. `through(log,
     forward, gather)`: forward and backward, where that is not the loss's; `forward()` gives the loss and what is added
-    to it."""
+    to it. `ranks`: the modules of each rank of a pipeline, which decide each for itself."""
     log: list[Event] = []
     module, recompute = ready.local.module, ready.local.recompute
     named = dict(module.named_parameters())
@@ -93,7 +94,7 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
                 del objective
             gather.backward_is_over()
         if recompute is not None:
-            recompute.decide(lambda chosen: chosen)
+            recompute.decide(lambda chosen: chosen, ranks)
     return tuple(log)
 
 
@@ -156,11 +157,15 @@ class _Living(TorchDispatchMode):
         self._log = log
         self._known: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls: autograd asks each tensor for it
             return args[0].device
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs or {}))}
-        out = with_workspace(func, args, _called(func, args, kwargs or {}))
+        out = with_workspace(func, args, called(func, args, kwargs or {}))
         for each in _tensors(out):
             storage = each.untyped_storage()
             place, size = storage._cdata, storage.nbytes()
@@ -173,14 +178,6 @@ class _Living(TorchDispatchMode):
     def _gone(self, place: int, size: int) -> None:
         self._known.discard(place)
         self._log.append(("live", -size))
-
-
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation gives. Torch's stand-in for products by groups takes bf16 alone, its kernel on a CPU more."""
-    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-        low = [each.to(torch.bfloat16) for each in args[:2]]
-        return func(*low, *args[2:], **kwargs).to(args[0].dtype)
-    return func(*args, **kwargs)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+from shoal.exchange.algorithm import USUAL_CHUNK
+from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
+from shoal.planner.cluster import Link
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
 from shoal.planner.held import copies, elements
 from shoal.planner.task import Choice
@@ -23,29 +28,31 @@ def exchanged(
     total = wire = 0.0
     again = number if choice.zero >= 2 or choice.offload else 1
     operation = "reduce_scatter" if choice.zero >= 1 else "all_reduce"
-    for nbytes, among in ((reduced, ranks), (numbers.gradient * experts, with_experts)):
-        total += link.seconds(operation, again * nbytes, among, again * CHUNKS)
+    parts = (reduced, ranks), (numbers.gradient * experts, with_experts)
+    calls = [chunks(nbytes, link, among) for nbytes, among in parts]
+    for (nbytes, among), times in zip(parts, calls, strict=True):
+        total += link.seconds(operation, again * nbytes, among, again * times)
         wire += again * nbytes * (among > 1)
     together = copies(choice)[0]
     if choice.zero in (1, 2):
         nbytes = numbers.weight * (trained + experts)
-        total += link.seconds("all_gather", nbytes, together, CHUNKS)
+        total += link.seconds("all_gather", nbytes, together, sum(calls))
         wire += nbytes
     if together < ranks and choice.zero:  # copies of the state agree on their parts
-        total += link.seconds("all_reduce", reduced / together, ranks // together, CHUNKS)
+        total += link.seconds("all_reduce", reduced / together, ranks // together, calls[0])
         wire += reduced / together
     gathered = 0.0
     if choice.zero == 3:
         inner = cluster.link(spread.stride("copies") // spread.tokens, together)
         nbytes = 2 * number * numbers.weight * (weights + experts)
-        gathered = inner.seconds("all_gather", nbytes, together, 2 * number * CHUNKS)
+        gathered = inner.seconds("all_gather", nbytes, together, 2 * number * sum(calls))
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 else window[0])
     early = total * (1 - REDUCED_AT_ONCE) + gathered
     waits = cluster.contention * min(early, hidden)
     waits += total * REDUCED_AT_ONCE + gathered * GATHERED_FIRST
     if choice.zero == 3 and prices.slowest.on_host:
-        waits += 2 * number * CHUNKS * HOOKS * prices.slowest.launch
+        waits += 2 * number * sum(calls) * HOOKS * prices.slowest.launch
     return max(0.0, early - hidden) + waits, {"copies": wire}
 
 
@@ -53,8 +60,19 @@ GATHERED_FIRST = 0.1
 """The share of gathers that nothing hides: of the first chunk of a forward, and of a backward."""
 HOOKS = 20
 """Launches that the hooks of one gather take of a host's cores."""
-CHUNKS = 24
-"""Chunks of a rank's gradients, each of which is a call."""
+MOST_CHUNKS = 24
+"""Chunks of a rank's gradients that are counted at most: of more, calls take little beside what they carry."""
+
+
+def chunks(gradients: float, link: Link, ranks: int) -> int:
+    """The chunks of so many bytes of gradients, each of which is a call: those of matrices, of the size that the engine
+    chooses for the link, and one of biases and norms."""
+    if not gradients or ranks == 1:
+        return 0
+    shortest = link.seconds("all_reduce", 0, ranks)
+    bandwidth = LARGEST / (link.seconds("all_reduce", LARGEST, ranks) - shortest)
+    size = best_size(shortest, bandwidth, gradients) if gradients > SMALLEST else USUAL_CHUNK
+    return min(MOST_CHUNKS, 1 + math.ceil(gradients / size))
 
 
 def moved(prices: Prices, choice: Choice, own: Sizes, number: int, window: float) -> float:

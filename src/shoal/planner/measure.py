@@ -50,6 +50,10 @@ class Rates:
     took: float
     at: float
 
+    def peak(self, dtype: torch.dtype) -> float:
+        """Operations a second of the best products in `dtype`, which was measured."""
+        return self.flops[_format(dtype)]
+
     def __str__(self) -> str:
         peaks = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in self.flops.items())
         (small, least), (large, most) = self.reached[0], self.reached[-1]
@@ -270,5 +274,11 @@ def _link(reached: Sequence[Reach]) -> Link:
     if not whole:
         return Link(USUAL.latency, USUAL.bandwidth, tuple(reached))
     most = max(whole, key=lambda each: each.ranks)
-    rounds, share = 2 * (most.ranks - 1), 2 * (most.ranks - 1) / most.ranks
-    return Link(most.latency / rounds, share * most.bandwidth, tuple(reached))
+    return ring_of(most.ranks, most.latency, most.bandwidth, tuple(reached))
+
+
+def ring_of(ranks: int, latency: float, bandwidth: float, reached: tuple[Reach, ...] = ()) -> Link:
+    """The link whose ring would take what all-reduces of so many ranks took: `latency` seconds of a short one, and the
+    `bandwidth` of the tensor. `reached`: see Link."""
+    rounds, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
+    return Link(latency / rounds, share * bandwidth, reached)

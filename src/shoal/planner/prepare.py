@@ -23,6 +23,7 @@ from shoal.module.random import keyed_functional
 from shoal.optim.groups import GroupRule
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
+from shoal.planner.known_calls import KnownCalls
 from shoal.precision import Precision
 from shoal.training.loss import Loss
 
@@ -72,6 +73,13 @@ class Prepared:
     whole: int
     buffers: int
 
+    def sent(self) -> dict[str, int]:
+        """Bytes of payload so far, by purpose."""
+        found: dict[str, int] = {}
+        for flow, traffic in self.world.ledger.traffic.items():
+            found[flow.purpose] = found.get(flow.purpose, 0) + traffic.payload
+        return found
+
 
 @contextmanager
 def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
@@ -92,6 +100,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         local = localize(model, among, plain, rules=rules, in_stages=False)
         parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)
+        stack.enter_context(KnownCalls())
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,3 +55,65 @@ class Recording:
                 now += value  # type: ignore[operator]
                 most = max(most, now)
         return most
+
+
+def equal(one: Recording, other: Recording) -> bool:
+    """Whether they say the same of memory."""
+    return all(
+        getattr(one, each) == getattr(other, each)
+        for each in ("num_parameters", "parameters", "options", "buffers", "events")
+    )
+
+
+@dataclass(frozen=True)
+class OneStage:
+    """What one stage of a pipeline does with one microbatch.
+
+    - `events`: in order, of which the first `forwards` come before its backward
+    - `names`: of its parameters
+    - `buffers`: bytes of those of its parts
+    - `sent`: as of a Recording
+    """
+
+    events: tuple[Event, ...]
+    forwards: int
+    names: frozenset[str]
+    buffers: int
+    sent: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that backward keeps of one microbatch."""
+        return sum(value for what, value in self.events[: self.forwards] if what == "saved")  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What all stages of a pipeline do. `buffers`: bytes of those outside of all parts, which every rank has; the rest
+    as of a Recording of all stages together."""
+
+    num_parameters: int
+    parameters: tuple[Described, ...]
+    options: tuple[dict[str, Any], ...]
+    buffers: int
+    stages: tuple[OneStage, ...]
+    layers: CutLayers = field(default_factory=CutLayers)
+
+    def of(self, own: Sequence[int]) -> Recording:
+        """What a rank does that has the stages `own`."""
+        mine = [self.stages[stage] for stage in own]
+        names = frozenset[str]().union(*(each.names for each in mine))
+        sent: dict[str, int] = {}
+        for each in mine:
+            for purpose, nbytes in each.sent.items():
+                sent[purpose] = sent.get(purpose, 0) + nbytes
+        return Recording(
+            self.num_parameters,
+            tuple(each for each in self.parameters if each[0] in names),
+            self.options,
+            self.buffers + sum(each.buffers for each in mine),
+            tuple(event for each in mine for event in each.events),
+            sent,
+            tuple((stage, each.kept) for stage, each in zip(own, mine, strict=True)),
+            self.layers,
+        )

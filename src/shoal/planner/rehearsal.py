@@ -10,7 +10,6 @@ the same rows.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,27 +23,28 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.assembly.assembled import Assembled, closing
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import Memory, lay_out
 from shoal.assembly.model import build_alike, localize
 from shoal.assembly.ranks import ranks
+from shoal.assembly.rebuild import Rebuild
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.trainer import Trainer, trainer
 from shoal.chunks import budget
 from shoal.comm import Link
 from shoal.comm.ledger import Flow, Traffic
 from shoal.comm.links import assume
-from shoal.comm.silent import SilentWorld
+from shoal.comm.silent import Heard, SilentWorld
 from shoal.data import Cursor, map_batches
 from shoal.errors import UserError
+from shoal.mesh import Mesh
 from shoal.native import pretending
-from shoal.pipeline import samples_to_fill
+from shoal.pipeline import samples_to_fill, schedule_of
 from shoal.plan import Plan
+from shoal.planner.made_up import Values, addresses, as_if_real
 from shoal.planner.prepare import in_one_line
-from shoal.planner.workspace import with_workspace
 from shoal.training.microbatches import choose_microbatch
 
 CPU = torch.device("cpu")
@@ -80,21 +80,43 @@ def rehearse(
     `one_host`: ranks share memory. `link`: what an engine would measure of them, for the size of chunks. Raises
     UserError, in one line, for what the engine refuses and for a model that asks for values.
     """
-    _check(plan)
-    with ExitStack() as stack, in_one_line():
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        world = SilentWorld(rank, plan.size, one_host)
-        assembled = stack.enter_context(assembled_for(model, recipe, plan, world, link))
-        order = Cursor(len(dataset), recipe.global_batch, recipe.seed)
-        batches = islice(map_batches(dataset, order, 0, recipe.collate), steps)
-        return [_rehearsed(assembled, batch) for batch in batches]
+    _check(plan, model)
+
+    def run(rank: int, heard: Heard | None, rehearsed: Callable[[Assembled, Callable[[], Any]], Any]) -> list[Any]:
+        with ExitStack() as stack:
+            world = SilentWorld(rank, plan.size, one_host, heard)
+            assembled = stack.enter_context(assembled_for(model, recipe, plan, world, link))
+            rebuild = Rebuild(assembled.local, assembled.memory, assembled.trainer)
+
+            def step(batch: Any) -> None:
+                assembled.trainer.runner.run(batch)
+                rebuild.after_step(dict)
+
+            order = Cursor(len(dataset), recipe.global_batch, recipe.seed)
+            batches = islice(map_batches(dataset, order, 0, recipe.collate), steps)
+            return [rehearsed(assembled, partial(step, batch)) for batch in batches]
+
+    with torch.random.fork_rng(devices=[]), in_one_line():
+        return run(rank, _heard(plan, rank, run), _rehearsed)
 
 
-def _check(plan: Plan) -> None:
+def _heard(plan: Plan, rank: int, run: Callable[..., Any]) -> Heard | None:
+    """What the ranks of a pipeline tell each other (what travels between them), from a run of one of each stage; None
+    where all have all stages."""
+    if not plan.pipelined:
+        return None
+    others = Mesh(plan, rank, plan.size).peers("stages")[1]
+    heard = Heard(lambda other: others[other // plan.stage_size])
+    heard.run(lambda other: run(other, heard, lambda _, step: step()), others)
+    return heard
+
+
+def _check(plan: Plan, model: nn.Module | Callable[[], nn.Module]) -> None:
     """Raises UserError for plans of which a part runs elsewhere than on the caller's thread."""
     allowed = budget(plan.memory, CPU)
     reasons = {
-        "stages of a pipeline find out together what travels between them": plan.pipelined,
+        "each stage needs a model of its own: give a factory": plan.pipelined and isinstance(model, nn.Module),
+        "without a flush results are told beside the computation": plan.pipelined and not schedule_of(plan, 1).flushes,
         "a disk takes bytes, which fake tensors have not": allowed is not None and allowed.disk is not None,
         "deferred updates run on a thread of their own": allowed is not None and allowed.update == "deferred",
     }
@@ -125,7 +147,7 @@ def assembled_for(
         fakes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
         mode = next(fakes, None) or FakeTensorMode()
         mode.allow_non_fake_inputs = True
-        for each in (mode, _Values(), _addresses(), pretending(), _as_if_real()):
+        for each in (mode, Values(), addresses(), pretending(), as_if_real()):
             stack.enter_context(each)
         memory = lay_out(local, recipe, rows, stack, fill=False)
         assembled = Assembled(recipe, rows, local, memory, trainer(local, memory, recipe, rows))
@@ -133,11 +155,11 @@ def assembled_for(
         yield assembled
 
 
-def _rehearsed(assembled: Assembled, batch: Any) -> Step:
+def _rehearsed(assembled: Assembled, step: Callable[[], Any]) -> Step:
     ledger = assembled.local.ranks.world.ledger
     before, seen = ledger.traffic, Seen(tensors_of(assembled.memory, assembled.trainer, assembled.local.module))
     with seen:
-        assembled.trainer.runner.run(batch)
+        step()
     return Step(more_than(before, ledger.traffic), seen.held, seen.most)
 
 
@@ -202,58 +224,3 @@ class Seen(MemTracker):
     def _track(self, reftype: Any, t: Tensor) -> None:
         for part in (t._indices(), t._values()) if t.layout is torch.sparse_coo else (t,):
             super()._track(reftype, part)
-
-
-class _Values(TorchDispatchMode):
-    """Gives a number for each that is read of a fake tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alls: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            known, dtype = args[0].constant, args[0].dtype
-            if known is not None:
-                return known.item()
-            return args[0] in self._alls if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        out = with_workspace(func, args, func(*args, **(kwargs or {})))
-        if func.overloadpacket is torch.ops.aten.all:
-            self._alls[out] = None
-        return out
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives `owner` another attribute for a while."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextmanager
-def _as_if_real() -> Iterator[None]:
-    """transformers builds masks for fake tensors that it leaves out for real ones."""
-    asked = sys.modules.get("transformers.utils.import_utils")
-    if asked is None:
-        yield
-        return
-    with patched(asked, "is_fake_tensor", lambda _: False):
-        yield
-
-
-@contextmanager
-def _addresses() -> Iterator[None]:
-    """Gives each place in a fake storage an address of its own."""
-
-    def data_ptr(tensor: Tensor) -> int:
-        return (tensor.untyped_storage()._cdata << 20) + tensor.storage_offset() * tensor.element_size()
-
-    with patched(FakeTensor, "data_ptr", data_ptr):
-        yield

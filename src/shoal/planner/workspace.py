@@ -1,5 +1,5 @@
-"""Bytes that a kernel keeps and that fake tensors know nothing of: oneDNN's LSTM and GRU, which say only when they run
-what they keep for backward, and torch's squared error."""
+"""What fake tensors do not know of kernels: the bytes that oneDNN's LSTM and GRU keep for backward, which they say only
+when they run, that of torch's squared error, and formats of products by groups."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 SQUARES = torch.ops.aten.mse_loss.default
 """(input, target, reduction: 0 for none)"""
 SHORT, LONG = 8, 16
+
+
+def called(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation gives. Torch's stand-in for products by groups takes bf16 alone, its kernel on a CPU more."""
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        low = [each.to(torch.bfloat16) for each in args[:2]]
+        return func(*low, *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def with_workspace(func: Any, args: Any, out: Any) -> Any:

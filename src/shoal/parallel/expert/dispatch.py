@@ -65,10 +65,9 @@ class Dispatch:
 
     def _announced(self, counts: Sequence[int], like: Tensor) -> list[int]:
         """Returns how many rows come from each rank for each expert of this one, rank by rank."""
-        if isinstance(like, FakeTensor):  # in a dry run as many arrive as are sent
-            return list(counts)
         even = [self.each] * self.group.size
-        return deal_out(to_device(torch.tensor(counts), like.device), self.group, even, even, PURPOSE).tolist()
+        told = deal_out(to_device(torch.tensor(counts), like.device), self.group, even, even, PURPOSE)
+        return list(counts) if isinstance(like, FakeTensor) else told.tolist()  # in a dry run as many as are sent
 
     def _numbers(self, arriving: Sequence[int], rows: Tensor) -> Tensor:
         """Returns the number [M] of the local expert for each row that has arrived."""

@@ -1,0 +1,105 @@
+"""Asks the planner for a job on the ranks that there are: which plan, what was predicted of it, and which to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from shoal.comm import Reaches, World
+from shoal.device import any_device
+from shoal.errors import UserError, in_section
+from shoal.jobs.answer import Chosen, confirmed, dry, task_of
+from shoal.jobs.automatic import pinned
+from shoal.jobs.choose import Settled, Sizes, microbatches_of, under
+from shoal.jobs.gain import SHARE
+from shoal.jobs.placed import placed
+from shoal.jobs.trials import Trials, key_of, of_candidates
+from shoal.module.batchnorm import has_batch_statistics
+from shoal.module.build import without_values
+from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread
+from shoal.planner.measure import here
+from shoal.planner.search import Search, search
+from shoal.planner.task import Choice, spoken
+from shoal.precision import precision
+from shoal.report import units
+
+
+def answer(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
+    """The plan, the microbatch and the trials that the planner gives, and why: None for all but the last where data
+    parallelism stays. `small`: its state leaves a rank room enough."""
+    if not settled.job.auto.wanted and small and (why := stays(settled, cluster)) is not None:
+        return [None, None, None, why]
+    chosen = asked(settled, cluster)
+    rows = chosen.settled.job.train.microbatch
+    trials = _trials(settled, chosen) if settled.job.auto.measure > 1 else None
+    return [chosen.plan.to_dict(), rows, None if trials is None else trials.to_wire(), _why(chosen)]
+
+
+def _why(chosen: Chosen) -> str:
+    """What was predicted of the plan and of the next best one."""
+    said = f"{units.duration(chosen.estimate.seconds)} a step predicted"
+    if not chosen.others:
+        return f"{said}; no other plan fits"
+    other = chosen.others[0]
+    plan = other.choice.plan(chosen.task.pins).to_dict()
+    rows = f", microbatch = {other.choice.microbatch}" if chosen.task.microbatch is None else ""
+    return f"{said}; next best: {spoken(plan)}{rows} with {units.duration(other.seconds)}"
+
+
+def stays(settled: Settled, cluster: Cluster) -> str | None:
+    """Why data parallelism stays though the planner was asked: nothing that it finds is clearly faster. None where
+    something is, or where data parallelism as the job begins it does not fit."""
+    task = task_of(settled, cluster, {}, keeps_microbatch(settled))
+    rows, _ = microbatches_of(settled.job)
+    search_of, spread = Search(task), Spread(copies=cluster.size)
+    if cluster.size > task.rows:
+        return None
+    own = search_of.simulated(search_of.estimate(Choice(spread, rows)))
+    if own.bytes > task.most or own.choice.recompute != "none":
+        return None
+    best = search_of.run().best
+    if best and best[0].seconds < (1 - SHARE) * own.seconds:
+        return None
+    return f"the planner predicts none that is {SHARE:.0%} faster"
+
+
+def asked(settled: Settled, cluster: Cluster) -> Chosen:
+    """Asks the planner for the job on `cluster`."""
+    task = task_of(settled, cluster, pinned(settled.job, settled.origins), keeps_microbatch(settled))
+    return placed(settled, task, confirmed(settled, task))
+
+
+def _trials(settled: Settled, chosen: Chosen) -> Trials:
+    """The plan that was chosen, and the next best with its microbatch that hold in a dry run."""
+    job, task = settled.job, chosen.task
+    rows = chosen.settled.job.train.microbatch
+    task = replace(task, microbatch=rows or task.microbatch)
+    plans = [(chosen.plan, chosen.estimate.seconds)]
+    for estimate in search(task).best:
+        plan = estimate.choice.plan(task.pins)
+        if len(plans) < job.auto.measure and plan not in (each for each, _ in plans):
+            with suppress(UserError):  # what a dry run refuses is not tried
+                predictions = dry(under(settled, plan, rows), task, estimate)
+                if all(each.need.total("device") <= task.most for each in predictions):
+                    plans.append((plan, estimate.seconds))
+    return of_candidates(key_of(job, settled.origins, pinned(job, settled.origins), task.cluster.size), rows, plans)
+
+
+def keeps_microbatch(settled: Settled) -> bool:
+    """Whether what is computed depends on the size of a microbatch, which then is not the planner's."""
+    module = without_values(settled.model.factory)
+    return module is None or has_batch_statistics(module)
+
+
+def cluster_of_ranks(
+    settled: Settled, world: World | Sizes, groups: Reaches | None = None, hosts: Sequence[str] = ()
+) -> Cluster:
+    """These ranks as a cluster. `groups`, `hosts`: see `here`."""
+    with in_section("train"):
+        dtype = precision(settled.job.train.precision).model
+    device = world.device if isinstance(world, World) else any_device()
+    return here(world.size, math.gcd(world.local_size, world.size), dtype, device, groups, hosts=hosts)

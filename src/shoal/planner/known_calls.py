@@ -1,0 +1,135 @@
+"""Operations on fake tensors that have run before on tensors that look the same: what they gave is made again, in a
+quarter of the time that torch takes to look it up.
+
+The blocks of a model run the same operations over and over, and finding out what each gives is most of a dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+"""Operations whose results depend on values, and those that change what an argument looks like."""
+
+
+class _Result(NamedTuple):
+    """How to make a result. Of the arguments and the results before it, it is number `same`, or has the storage of
+    number `inside`, or else one of its own."""
+
+    same: int | None
+    inside: int | None = None
+    shape: Sequence[int] = ()
+    stride: Sequence[int] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+
+Known = tuple[type, tuple[_Result, ...]]
+"""The results of an operation, in a tuple or a list, or a single one."""
+_KNOWN: dict[Any, Known | None] = {}
+"""By operation and what its arguments look like; None where it has to run each time."""
+
+
+class KnownCalls(TorchDispatchMode):
+    """Inside, an operation on fake tensors that has run before is not run again."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and telling so at each call takes as long as the call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls: autograd asks each tensor for it
+            return args[0].device
+        kwargs = kwargs or {}
+        given: list[FakeTensor] = []
+        try:
+            key = _key(func, args, kwargs, given)
+            known = _KNOWN.get(key, self) if given else None
+        except TypeError:  # of an argument that is not compared
+            known = None
+        if known is self:
+            out = func(*args, **kwargs)
+            is_as_before = _key(func, args, kwargs, []) == key  # not so for results that were given with another shape
+            _KNOWN[key] = _how(func, out, given) if is_as_before else None
+            return out
+        if known is None:
+            return func(*args, **kwargs)
+        kind, results = known  # type: ignore[misc]
+        made = _made(results, given)
+        return made[0] if kind is FakeTensor else kind(made)
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[FakeTensor]) -> tuple[Any, ...]:
+    return func, torch.get_default_dtype(), *_looks(args, given), *_looks(tuple(kwargs.items()), given)
+
+
+def _looks(value: Any, given: list[FakeTensor]) -> Any:
+    """Something that is equal for arguments between which no operation tells a difference, but by values. Adds all
+    tensors to `given`. Raises TypeError for what is not compared."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.layout is not torch.strided or value.constant is not None or value.is_conj() or value.is_neg():
+            raise TypeError
+        given.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, value.requires_grad
+    if kind is tuple or kind is list:
+        return tuple([_looks(each, given) for each in value])
+    if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise TypeError
+    return kind, value  # 1, 1.0 and True are equal
+
+
+def _how(func: Any, out: Any, given: Sequence[FakeTensor]) -> Known | None:
+    """How to make `out`, what `func` gave for the tensors `given`; None where that is not known."""
+    if any(tag in func.tags for tag in BY_VALUES):
+        return None
+    outs = list(out) if type(out) in (tuple, list) else [out]
+    found: list[_Result] = []
+    for place, each in enumerate(outs):
+        result = _of_one(each, given, outs[:place])
+        if result is None:
+            return None
+        found.append(result)
+    for again, each in zip(_made(found, given), outs, strict=True):
+        same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(each)
+        if not same_keys or again.untyped_storage().nbytes() != each.untyped_storage().nbytes():
+            return None
+    return type(out), tuple(found)
+
+
+def _of_one(out: Any, given: Sequence[FakeTensor], before: Sequence[FakeTensor]) -> _Result | None:
+    if type(out) is not FakeTensor or out.layout is not torch.strided or out.constant is not None or out.requires_grad:
+        return None
+    all_before = [*given, *before]
+    same = next((place for place, each in enumerate(all_before) if each is out), None)
+    if same is not None:
+        return _Result(same)
+    storage = out.untyped_storage()._cdata
+    inside = [place for place, each in enumerate(all_before) if each.untyped_storage()._cdata == storage]
+    if sum(place < len(given) for place in inside) > 1:  # whose it is may differ the next time
+        return None
+    at = inside[0] if inside else None
+    return _Result(None, at, out.shape, out.stride(), int(out.storage_offset()), out.dtype, out.fake_device)
+
+
+def _made(results: Sequence[_Result], given: Sequence[FakeTensor]) -> list[FakeTensor]:
+    """Makes results of an operation on the tensors `given`."""
+    made = list(given)
+    for same, inside, shape, stride, offset, dtype, device in results:
+        if same is not None:
+            made.append(made[same])
+            continue
+        with no_dispatch():
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if inside is not None:
+                empty.set_(made[inside].untyped_storage(), offset, shape, stride)
+            made.append(FakeTensor(given[0].fake_mode, empty, device))
+    return made[len(given) :]
