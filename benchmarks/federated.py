@@ -1,7 +1,7 @@
 """Question `federated`: how many rounds of federated training a second, for 10, 100 and 1,000 clients in one process?
 
     python3 -m venv build/venv-fed                         # Flower asks for other versions of what Shoal pins
-    build/venv-fed/bin/pip install -e . "flwr[simulation]>=1.41,<1.42" scikit-learn
+    build/venv-fed/bin/pip install -e . torch==2.13.0 "flwr[simulation]>=1.41,<1.42" scikit-learn
     python -m benchmarks.federated --python build/venv-fed/bin/python [--clients 10,100,1000] [--passes 3] [--quick]
 
 An MLP of 64, 32 and 10 on scikit-learn's digits, dealt evenly; in each round each client makes 10 local steps of SGD

@@ -192,7 +192,7 @@ def write_record(name: str, arguments: Mapping[str, Any], results: Any, packages
     its path."""
     record = {
         "question": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": commit(),
         "machine": machine(),
         "versions": versions(("torch", "shoal", *packages)),
@@ -203,6 +203,17 @@ def write_record(name: str, arguments: Mapping[str, Any], results: Any, packages
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def read_record(name: str) -> dict[str, Any] | None:
+    """What `write_record` wrote last, None where there is nothing."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def now() -> str:
+    """The time of a record."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def several(known: Sequence[str]) -> Callable[[str], list[str]]:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.recovery [--only shoal,torchft]              # all of it
     python -m benchmarks.recovery --trials 20 --only shoal            # the faults alone, 20 of each kind
+    python -m benchmarks.recovery --trials 20 --scenarios kill,node   # some kinds of faults, the others another time
     python -m benchmarks.recovery --trials 20 --peer-trials 5         # the others are slower: about an hour
     python -m benchmarks.recovery --goodput --only shoal              # a worker killed every 30 s alone
     python -m benchmarks.recovery --steady                            # what a step costs alone
@@ -13,8 +14,9 @@ Trials: a job begins, waits until all workers train, and then takes faults, of e
 Between two faults what was lost is brought back, and all workers train for a while. A job that goes on takes
 `--in-a-row` faults; one that does not is followed by another. Contenders take turns, job by job. One that never went on
 in the first `--give-up` trials of a kind is not asked again, since each takes 90 s. Goodput: each trains for
-`--goodput` seconds with a worker killed every 30 s. Steady: Shoal's step with and without nodes that may come and go,
-and with and without buddies (ZeRO 3 of a 3M GPT, 2,048 tokens a rank).
+`--goodput` seconds with a worker killed every 30 s. Steady: what a step of Shoal's takes with and without nodes that
+may come and go, and with and without buddies (ZeRO 3 of a 3M GPT, 2,048 tokens a rank): its time, which others on the
+machine make longer or shorter, and the time for which all its processes keep cores busy, which they do less.
 
 Seconds are from the fault to the next committed step; those of a rejoin are the longest time without a step. A job that
 has committed nothing for LIMIT seconds counts as lost. Packages of others are looked for in build/peers, an environment
@@ -25,7 +27,8 @@ that sees this one's torch:
     echo "import site; site.addsitedir('$here')" > build/peers/lib/python3.11/site-packages/shared.pth
     build/peers/bin/pip install -c constraints.txt -e '.[peers]'
 
-Writes results/recovery.json (also after Ctrl-C or SIGTERM), recovery_goodput.json and recovery_steady.json.
+Writes results/recovery.json (also after Ctrl-C or SIGTERM), recovery_goodput.json and recovery_steady.json. All that
+the first says of one kind of fault is of one run, which `measured` names: `--scenarios` leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import argparse
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +69,9 @@ TARGETS = (
 GOODPUT_TARGETS = (Target("goodput", "share of the steps with a worker killed every 30 s", 0.97),)
 STEADY_TARGETS = (
     Target("nodes", "step time with nodes that may come and go over that without", 1.01, at_least=False),
+    Target("nodes_cpu", "CPU time of a step with nodes that may come and go over that without", 1.01, at_least=False),
     Target("buddies", "step time of ZeRO 3 with buddies over that without", 1.01, at_least=False),
+    Target("buddies_cpu", "CPU time of a step of ZeRO 3 with buddies over that without", 1.01, at_least=False),
 )
 Say = Callable[[str], None]
 
@@ -137,6 +142,17 @@ class Trials:
         }
 
 
+def joined(new: Mapping[str, Any], old: Mapping[str, Any], scenarios: Sequence[str]) -> dict[str, Any]:
+    """The contenders of a run that was about `scenarios`, and what an older record says of the other ones."""
+    names = [*new, *(name for name in old if name not in new)]
+    found = {name: dict(new[name] if name in new else old[name]) for name in names}
+    for name, each in found.items():
+        before, now = (of.get(name, {}).get("scenarios", {}) for of in (old, new))
+        kept = {scenario: trials for scenario, trials in before.items() if scenario not in scenarios}
+        each["scenarios"] = {scenario: (kept | now)[scenario] for scenario in SCENARIOS if scenario in kept | now}
+    return found
+
+
 def figures(contenders: Mapping[str, Any]) -> dict[str, float | None]:
     """What the targets of the trials are about."""
     ours = contenders.get("shoal", {"scenarios": {}})["scenarios"]
@@ -166,10 +182,17 @@ def show(contenders: Mapping[str, Any]) -> None:
     Console(width=180).print(table)
 
 
-def _trials(trials: Trials) -> dict[str, Any]:
-    contenders = trials.results()
+def _trials(trials: Trials, arguments: argparse.Namespace) -> dict[str, Any]:
+    old = harness.read_record("recovery") if set(arguments.scenarios) < set(SCENARIOS) else None
+    contenders, measured = trials.results(), dict[str, Any]()
+    if old is not None:
+        contenders = joined(contenders, old["results"]["contenders"], arguments.scenarios)
+        one = {"date": old["date"], "commit": old["commit"]}
+        measured = {name: old["results"].get("measured", {}).get(name, one) for name in SCENARIOS}
+    measured |= {name: {"date": harness.now(), "commit": harness.commit()} for name in arguments.scenarios}
     show(contenders)
-    return {"scenarios": SCENARIOS, "contenders": contenders, "targets": judge(TARGETS, figures(contenders))}
+    found = {"scenarios": SCENARIOS, "measured": measured, "contenders": contenders}
+    return {**found, "targets": judge(TARGETS, figures(contenders))}
 
 
 def _goodput(able: Mapping[str, Contender], arguments: argparse.Namespace, folder: Path, say: Say) -> dict[str, Any]:
@@ -185,7 +208,11 @@ def _goodput(able: Mapping[str, Contender], arguments: argparse.Namespace, folde
 def _steady(arguments: argparse.Namespace, folder: Path, say: Say) -> dict[str, Any]:
     found = steady(folder / "steady", arguments.steady, ROUNDS)
     say(f"steady: {found}")
-    ratios = {name: each["ratio"] for name, each in found.items()}
+    ratios = {
+        f"{name}{more}": each[what]["ratio"]
+        for name, each in found.items()
+        for what, more in (("milliseconds", ""), ("cpu", "_cpu"))
+    }
     return {"costs": found, "targets": judge(STEADY_TARGETS, ratios)}
 
 
@@ -230,7 +257,7 @@ def main() -> None:
             try:
                 trials.measure()
             finally:  # also what was measured until it was interrupted, or something failed
-                record("recovery", _trials(trials))
+                record("recovery", _trials(trials, arguments))
         if arguments.goodput:
             record("recovery_goodput", _goodput(able, arguments, folder, say))
         if arguments.steady:

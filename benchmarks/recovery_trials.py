@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery_contenders import JOB
-from benchmarks.recovery_running import WORKERS, Commit, Running, kill
-from shoal.report.metrics import read_metrics
+from benchmarks.recovery_running import WORKERS, Commit, Running, family, kill
+from shoal.report.follow import Follower
+from shoal.report.metrics import StepRecord, read_metrics
 
 SCENARIOS = {
     "kill": "a worker is killed",
@@ -26,9 +27,9 @@ SCENARIOS = {
     "coordinator": "what coordinates is killed",
 }
 """In this order a job meets them: the node that is lost is the one that comes back."""
-LIMIT, START, BACK, STEADY, KILL_EVERY = 90.0, 120.0, 45.0, 2.0, 30.0
+LIMIT, START, BACK, STEADY, KILL_EVERY, UNDISTURBED = 90.0, 120.0, 45.0, 2.0, 30.0, 10.0
 """Seconds: without a step, after which a job is lost; for a job to begin; for it to have all workers again; of training
-before a fault; between kills."""
+before a fault; between kills; over which a pace is measured."""
 
 
 def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
@@ -130,21 +131,41 @@ def _rejoin(job: Running) -> dict[str, Any]:
 
 
 def goodput(job: Running, seconds: float) -> dict[str, Any]:
-    """The steps in `seconds` with a worker killed every KILL_EVERY, over those at the pace before."""
+    """The steps in `seconds` with a worker killed every KILL_EVERY, over those at the undisturbed pace.
+
+    That is the mean of the paces of the first UNDISTURBED seconds and of as many before each kill, where all workers
+    have trained in them: the pace of a machine that others use drifts.
+    """
     if not all_train(job):
         return {"share": None, "why": "the job did not begin"}
-    began, first = time.time(), job.commits()[-1].step
-    wait_for(lambda: time.time() - began > 10.0, 11.0)
-    pace = (max(each.step for each in job.commits()) - first) / (time.time() - began)
-    first, began, kills = max(each.step for each in job.commits()), time.time(), 0
-    while time.time() - began < seconds:
-        time.sleep(min(KILL_EVERY, seconds - (time.time() - began)))
-        if time.time() - began < seconds and (workers := job.workers()):
+    time.sleep(UNDISTURBED)
+    began = time.time()
+    paces, kills = [_pace(job, began)], 0
+    while (left := seconds - (time.time() - began)) > 0:
+        time.sleep(min(KILL_EVERY, left))
+        if left > KILL_EVERY and (workers := job.workers()):
+            paces.append(_pace(job, time.time()))
             kill([workers[-1]])
             kills += 1
             job.revive()
-    done = max(each.step for each in job.commits()) - first
-    return {"share": done / (pace * (time.time() - began)), "kills": kills, "steps_a_second": pace}
+    ended = time.time()
+    known = [pace for pace in paces if pace is not None]
+    if not known:
+        return {"share": None, "why": "its workers have not trained together for long enough"}
+    done = _reached(job, ended) - _reached(job, began)
+    share = done / (statistics.fmean(known) * (ended - began))
+    return {"share": share, "kills": kills, "steps_a_second": known}
+
+
+def _reached(job: Running, at: float) -> int:
+    """The newest step that was committed by then."""
+    return max((each.step for each in job.commits() if each.time <= at), default=0)
+
+
+def _pace(job: Running, until: float) -> float | None:
+    """Steps a second in the UNDISTURBED seconds before; None where not all workers have trained in them."""
+    worlds = {each.world for each in job.commits() if until - UNDISTURBED <= each.time <= until}
+    return (_reached(job, until) - _reached(job, until - UNDISTURBED)) / UNDISTURBED if worlds == {WORKERS} else None
 
 
 @dataclass(frozen=True)
@@ -175,13 +196,12 @@ COSTS = {"nodes": Cost(("--nodes=1:1",)), "buddies": Cost(("--set=plan.buddy='au
 
 
 def steady(folder: Path, steps: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds of a step of Shoal's with 4 ranks of this host, without and with each of COSTS, by turns: the mean
-    of the three quarters of a run that come last."""
+    """What a step of Shoal's with 4 ranks of this host takes, without and with each of COSTS, by turns."""
     (folder / "corpus").mkdir(parents=True)
     text = "\n".join(f"{i} + {i} = {2 * i}" for i in range(4000))
     (folder / "corpus" / "all.txt").write_text(text)
     (folder / "job.toml").write_text(JOB.replace("CORPUS", str(folder / "corpus")))
-    found: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in COSTS}
+    found: dict[str, dict[str, list[Step]]] = {name: {"without": [], "with": []} for name in COSTS}
     for number in range(rounds):
         for name, cost in COSTS.items():
             for which, more in (("without", ()), ("with", cost.more))[:: -1 if number % 2 else 1]:
@@ -189,15 +209,49 @@ def steady(folder: Path, steps: int, rounds: int) -> dict[str, dict[str, Any]]:
                 given = {**cost.both, "run.dir": repr(str(run)), "train.steps": str(count), "run.save_every": "0"}
                 command = [sys.executable, "-m", "shoal.cli", "train", str(folder / "job.toml"), f"--nproc={WORKERS}"]
                 command += [*more, *(f"--set={key}={value}" for key, value in given.items())]
-                subprocess.run(command, check=True, capture_output=True)
-                times = [each.seconds for each in read_metrics(run / "metrics.jsonl").steps[count // 4 :]]
-                found[name][which].append(1e3 * statistics.fmean(times))
+                found[name][which].append(_step_of(command, run / "metrics.jsonl", count))
     return {name: _compared(each) for name, each in found.items()}
 
 
-def _compared(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
-    return {"milliseconds": found, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds that a step takes, and those of the cores that all processes of the job are busy for it."""
+
+    milliseconds: float
+    cpu: float
+
+
+def _step_of(command: list[str], metrics: Path, count: int) -> Step:
+    """A mean step of a job, over the three quarters of its `count` steps that come last. CPU times are read as steps
+    are recorded, within 10 ms."""
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    follower, seen = Follower(metrics), list[tuple[int, float]]()
+    while job.poll() is None:
+        if follower.read():
+            step = max((each.step for each in follower.records if isinstance(each, StepRecord)), default=0)
+            if (step >= count // 4 and not seen) or (step >= count * 9 // 10 and len(seen) == 1):
+                seen.append((step, _cpu_seconds(job.pid)))
+        time.sleep(0.01)
+    if job.returncode:
+        raise RuntimeError(f"{command} ended with exit code {job.returncode}")
+    times = [each.seconds for each in read_metrics(metrics).steps[count // 4 :]]
+    (first, before), (last, after) = seen
+    return Step(1e3 * statistics.fmean(times), 1e3 * (after - before) / (last - first))
+
+
+def _cpu_seconds(pid: int) -> float:
+    times = [each.cpu_times() for each in family(pid)]
+    return sum(each.user + each.system for each in times)
+
+
+def _compared(found: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
+    """Both times, each with the median and the range of the ratios of the rounds."""
+    told: dict[str, Any] = {}
+    for name in ("milliseconds", "cpu"):
+        each = {which: [getattr(step, name) for step in steps] for which, steps in found.items()}
+        ratios = [one / other for one, other in zip(each["with"], each["without"], strict=True)]
+        told[name] = {**each, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
+    return told
 
 
 def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks import recovery, recovery_trials
-from benchmarks.recovery import TARGETS, Trials, figures
+from benchmarks.recovery import TARGETS, Trials, figures, joined
 from benchmarks.recovery_contenders import CONTENDERS, Contender
 from benchmarks.recovery_running import WORKERS, Commit, Running
 from benchmarks.recovery_trials import SCENARIOS, next_step, summary
@@ -131,6 +131,16 @@ def test_a_node_that_is_to_come_back_is_lost_first(monkeypatch, tmp_path):
 def test_peers_may_have_fewer_trials(monkeypatch, tmp_path, contender: str, number: int):
     _, found = row_of_faults(monkeypatch, tmp_path, contender=contender, trials=3, peer_trials=1)
     assert {each["trials"] for each in found.values()} == {number}
+
+
+def test_a_run_about_some_faults_replaces_what_is_said_of_these_alone():
+    old = {"shoal": {"note": "was", "scenarios": {"kill": 1, "node": 2}}, "ray": {"note": "", "scenarios": {"kill": 3}}}
+    new = {"shoal": {"note": "is", "scenarios": {"kill": 4, "stop": 5}}, "torchft": {"note": "", "scenarios": {}}}
+    assert joined(new, old, ["kill", "stop"]) == {
+        "shoal": {"note": "is", "scenarios": {"kill": 4, "stop": 5, "node": 2}},
+        "torchft": {"note": "", "scenarios": {}},
+        "ray": {"note": "", "scenarios": {}},  # its kill is of another run than that of the others
+    }
 
 
 def test_targets_name_figures():
