@@ -23,22 +23,29 @@ hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("shoal")
 
 LONG = (
+    "tests/device/",  # all in one process: tests/files.py
     "tests/parity/test_mesh.py",
+    "tests/cli/test_ranks.py",
     "tests/parity/test_stages.py",
     "tests/parity/",
-    "tests/device/",
+    "tests/elastic/test_live.py",
+    "tests/federated/flower/",
     "tests/cli/",
+    "tests/assembly/",
+    "tests/exchange/",
     "tests/test_together.py",
     "tests/zoo/",
     "tests/test_",
+    "tests/elastic/",
     "tests/pipeline/",
     "tests/planner/",
-    "tests/exchange/",
     "tests/jobs/",
     "tests/launch/",
+    "tests/parallel/",
+    "tests/server/",
     "tests/optim/",
 )
-"""Files that two processes take first, so that they end together."""
+"""Files that processes take first, so that they end together."""
 THINNED = Path(__file__).parent / "thinned.txt"
 """Rows of tables without which no line or branch of the sources less is run through: `python -m tests.covered thin`."""
 SHOWN = 10  # rooms in the summary

@@ -3,6 +3,8 @@
 pytest-xdist runs the test again that has ended a process, and so ends one process after the other. It also deals files
 to a process that is still starting, and leaves one that has a single test waiting for a second one, for ever: a process
 begins a test when it knows which one, or that none, comes next.
+
+A file stays in one process, and so does a folder whose tests share processes that are dear to start.
 """
 
 from __future__ import annotations
@@ -10,10 +12,16 @@ from __future__ import annotations
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+TOGETHER = ("tests/device",)
+
 
 class Files(LoadFileScheduling):
     """Gives each process a file after the other. A test that ends its process has failed, and the rest of its file is
     left to another one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
 
     def remove_node(self, node: WorkerController) -> str | None:
         work = self.assigned_work.pop(node)

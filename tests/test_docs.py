@@ -141,7 +141,7 @@ def test_the_page_of_jobs_has_a_job_for_every_target_and_every_key(tmp_path, mon
         (tmp_path / f"job.{suffix}").write_text(text)
     job = read_request(tmp_path / "job.toml")
     for target in TARGETS:
-        one_host = ["cluster.nodes=1"] if target in ("local", "ray") else []
+        one_host = ["cluster.nodes=1"] if target == "local" else []
         assert render(read_request(tmp_path / "job.toml", one_host), target)
     module = read_request(tmp_path / "job.json")
     assert (job.ranks, module.ranks, module.cluster.hosts) == (8, 2, 3)

@@ -77,3 +77,10 @@ def test_a_process_that_is_starting_gets_no_files():
     files.schedule()
     end(files, new, ["a.py::2"])
     assert new.given == ["a.py::2", "a.py::3", "c.py::1", "d.py::1"]
+
+
+def test_a_folder_whose_processes_are_dear_stays_in_one_process(monkeypatch):
+    monkeypatch.setattr("tests.files.TOGETHER", ("dear",))
+    monkeypatch.setitem(globals(), "TESTS", ["dear/a.py::1", "dear/a.py::2", "dear/b.py::1", "dearer.py::1", "c.py::1"])
+    _, (first, second) = dealt(2)
+    assert first.given == TESTS[:3] and second.given == TESTS[3:]
