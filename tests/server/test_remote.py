@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal import Engine
 from shoal.errors import LaunchError, RemoteError, UserError
 from shoal.server.remote import DistributedOptimizer, Owner, OwnerOptions, RemoteModule, remote
 from shoal.server.remote.draws import forward_seed
@@ -399,11 +402,69 @@ def test_errors_name_the_owner_and_leave_it_running(tmp_path):
         with pytest.raises(UserError, match="is there already"):
             named = [remote(owner.address, nn.Linear, 3, out, token=TOKEN, name="one") for out in (4, 5)]
             assert named
+        shared = remote(owner.address, nn.Linear, 3, 4, token=TOKEN, name="two", seed=1)
+        with pytest.raises(UserError, match=r'"two" is there already, with seed = 1: leave the seed 2 out'):
+            remote(owner.address, nn.Linear, 3, 4, token=TOKEN, name="two", seed=2)
+        x = torch.ones(1, 3)
+        assert torch.equal(remote(owner.address, nn.Linear, 3, 4, token=TOKEN, name="two")(x), shared(x))
+        with pytest.raises(UserError, match=r"seed = '1' is no whole number"):
+            remote(owner.address, nn.Linear, 3, 4, token=TOKEN, seed="1")
         with pytest.raises(UserError, match="cannot be pickled"):
             torch.save(far, tmp_path / "far.pt")
         assert torch.equal(
             remote(owner.address, norm, token=TOKEN, seed=0)(torch.ones(8, 4)), local(norm)(torch.ones(8, 4))
         )
+
+
+def test_a_model_of_an_engine_has_a_remote_module_in_it():
+    with owning() as owner:
+        distant: list[RemoteModule] = []
+
+        def model() -> nn.Module:
+            distant[:] = [remote(owner.address, nn.Linear, 4, 4, token=TOKEN, seed=0)]
+            return nn.Sequential(nn.Linear(4, 4), *distant)
+
+        def loss(model, mb):
+            return model(mb["x"]).square().mean(-1).sum(), len(mb["x"])
+
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        engine = Engine(model, loss, sgd, global_batch=4, microbatch=2, seed=0)
+        optimizer = DistributedOptimizer("sgd", distant, lr=0.1)
+        dataset = [{"x": torch.full((4,), number / 8)} for number in range(8)]
+        whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with engine.whole_weights():
+            whole[0].load_state_dict(
+                {name[2:]: each for name, each in engine.module.state_dict().items() if name[0] == "0"}
+            )
+        whole[1].load_state_dict(distant[0].state_dict())
+        local = torch.optim.SGD(whole.parameters(), lr=0.1)
+        for batch in engine.batches(dataset, steps=4):
+            found = engine.step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = whole(torch.stack([dataset[index]["x"] for index in batch.ids])).square().mean()
+            local.zero_grad()
+            value.backward()
+            local.step()
+            assert found.loss == pytest.approx(value.item(), rel=1e-5)
+        engine.close()
+        with torch.device("meta"), pytest.raises(NotImplementedError, match="Linear of the owner"):
+            remote(owner.address, nn.Linear, 4, 4, token=TOKEN)
+
+
+def test_a_process_that_ends_with_modules_in_use_ends_well():
+    with owning() as owner:
+        script = (
+            "import sys, torch, shoal\n"
+            "from torch import nn\n"
+            "far = [shoal.remote(sys.argv[1], nn.Linear, 4, 4, token=sys.argv[2]) for _ in range(40)]\n"
+            "waiting = [each(torch.ones(2, 4)) for each in far]\n"
+        )
+        command = [sys.executable, "-c", script, owner.address, TOKEN]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr
+        until(lambda: owner.holdings() == (0, 0, 0, 0))
+        assert not owner.said  # each module has left its owner, none was cut off
 
 
 def test_derivatives_that_do_not_go_through_are_refused_by_name():

@@ -3,15 +3,19 @@ not needed any more."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch._guards import active_fake_mode
 
 from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError, RemoteError, ShoalError, UserError
@@ -21,6 +25,9 @@ from shoal.server.sessions import Address, Session, SessionLost, call
 
 _MOST_NUMBERS = 2000  # of forwards that one Release names
 _MOST_BYTES = 1 << 38  # that an owner may answer: it is trusted with the model
+_END_SECONDS = 5.0  # for which a process that ends waits until its owners have been told
+
+_open: WeakSet[Link] = WeakSet()
 
 
 class Link:
@@ -80,6 +87,8 @@ class Link:
         """A session for one request and its answer; it is closed where they are not both complete."""
         if os.getpid() != self._pid:
             raise UserError(f"{self.peer} was reached by the process that forked this one: make a remote module here")
+        if active_fake_mode() is not None or torch.empty(0).is_meta:
+            raise NotImplementedError(f"{self.peer} has values, and here tensors are without (fake, or meta)")
         with self._guard:
             if self._closed:
                 raise LaunchError(f"the remote module of {self.peer} has been closed")
@@ -87,6 +96,7 @@ class Link:
             if self._telling is None:
                 self._telling = threading.Thread(target=self._tell, name="shoal-remote", daemon=True)
                 self._telling.start()
+                _open.add(self)
         session = session or self._open(joined)
         try:
             yield session
@@ -148,3 +158,16 @@ class Link:
                     with suppress(SessionLost):
                         session.send(Leave())
                     session.close()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Leaves all owners. A thread that is still at work when the interpreter goes is ended inside torch, which takes
+    that for an error and aborts the process."""
+    leaving = list(_open)
+    for link in leaving:
+        link.close()
+    until = time.monotonic() + _END_SECONDS
+    for link in leaving:
+        if link._telling is not None:
+            link._telling.join(max(0.0, until - time.monotonic()))
