@@ -205,6 +205,10 @@ def test_what_is_no_optimizer_is_refused_by_name():
             DistributedOptimizer("adamv", far)
         with pytest.raises(UserError, match="there are no modules"):
             DistributedOptimizer("sgd", [], lr=0.1)
+        with pytest.raises(UserError, match=r"a Parameter is no module: give modules"):
+            DistributedOptimizer("sgd", layer().parameters(), lr=0.1)
+        with pytest.raises(UserError, match="nothing to update: the modules have no parameters"):
+            DistributedOptimizer("sgd", nn.ReLU(), lr=0.1)
         with pytest.raises(UserError, match=r"sgd with .*momentun"):
             DistributedOptimizer("sgd", far, lr=0.1, momentun=0.9)
         with pytest.raises(UserError, match=r"clip = 0 is not above 0"):

@@ -44,7 +44,7 @@ class Exposed:
     """
 
     def __init__(self, module: nn.Module, seed: int, shared: bool) -> None:
-        self.module, self._seed = module, seed
+        self.module, self.seed = module, seed
         self._versions = Versions(module) if shared else None
         first = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0))
         self._device = first.device
@@ -58,13 +58,13 @@ class Exposed:
         """Returns what the module returns, and keeps the graph if a gradient is needed."""
         if not asked.grad:
             with torch.no_grad():
-                draws = ForwardDraws(self._seed, asked.number)
+                draws = ForwardDraws(self.seed, asked.number)
                 return taken_apart(self._run(client, asked, sent, draws, None), grad=False)
         client.graphs.begin(asked.number)
         try:
             for tensor, needs in zip(sent.tensors, sent.needing, strict=True):
                 tensor.requires_grad_(needs)
-            draws, leaves = ForwardDraws(self._seed, asked.number), self._leaves()
+            draws, leaves = ForwardDraws(self.seed, asked.number), self._leaves()
             with torch.enable_grad():
                 found = taken_apart(self._run(client, asked, sent, draws, leaves), grad=True)
                 outputs = [tensor for tensor, needs in zip(found.tensors, found.needing, strict=True) if needs]

@@ -56,8 +56,8 @@ def remote(
     Raises LaunchError where the owner cannot be reached or has another token, UserError for a factory that it does not
     expose or arguments that cannot be sent, RemoteError where the factory raises.
     """
-    if seed is not None and not 0 <= seed < 2**53:  # a number of JSON
-        raise UserError(f"remote: seed = {seed} is not between 0 and 2**53")
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**53):  # a number of JSON
+        raise UserError(f"remote: seed = {seed!r} is no whole number between 0 and 2**53")
     link = Link(Address.read(address), key_of_token(token), timeout, shared, accelerator(device))
     asked = factory if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
     try:

@@ -28,7 +28,7 @@ class DistributedOptimizer:
     schedule: of the learning rate, as in `shoal.Engine`.
     options: of the optimizer, such as `lr`.
 
-    Raises UserError for an optimizer or options that are none, and for no modules.
+    Raises UserError for an optimizer or options that are none, and for modules without parameters.
     """
 
     def __init__(
@@ -49,6 +49,10 @@ class DistributedOptimizer:
         self._modules = [modules] if isinstance(modules, nn.Module) else list(modules)
         if not self._modules:
             raise UserError("DistributedOptimizer: there are no modules: give those whose parameters it is to update")
+        if wrong := [each for each in self._modules if not isinstance(each, nn.Module)]:
+            raise UserError(
+                f"DistributedOptimizer: a {type(wrong[0]).__name__} is no module: give modules, not their parameters"
+            )
         try:
             self._stepper = Stepper(secrets.token_hex(8), kind, options, self._modules)
         except (TypeError, ValueError) as error:
@@ -57,7 +61,8 @@ class DistributedOptimizer:
         self._scheduler = schedule(self._stepper.optimizer) if schedule else None
         if self._scheduler is not None:
             check_scheduler(self._scheduler)
-        self._stepper.remotes()
+        if not self._stepper.remotes() and not self._stepper.parameters:
+            raise UserError("DistributedOptimizer: there is nothing to update: the modules have no parameters")
 
     @property
     def lr(self) -> float:

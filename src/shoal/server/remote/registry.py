@@ -72,11 +72,17 @@ class Registry:
             naming = self._naming.setdefault(name, threading.Lock()) if name else nullcontext()
         with naming:  # two clients must not build one name at once
             if name and (there := self._named(name)):
-                key, before = there
+                key, before, seed = there
                 if before != made_by:
                     raise UserError(
                         f'the module "{name}" is there already, of {before[0]} with other arguments: give all clients '
                         "the same ones, or another name"
+                    )
+                if asked.seed not in (-1, seed):
+                    has = "without a seed" if seed < 0 else f"with seed = {seed}"
+                    raise UserError(
+                        f'the module "{name}" is there already, {has}: leave the seed {asked.seed} out, or give all '
+                        "clients the same one"
                     )
                 return key
             made = factory if isinstance(factory, nn.Module) else _made(factory, asked, given)
@@ -109,9 +115,10 @@ class Registry:
                 del self._entries[key]
         entry.exposed.leave(left)
 
-    def _named(self, name: str) -> tuple[str, tuple[str, str]] | None:
+    def _named(self, name: str) -> tuple[str, tuple[str, str], int] | None:
         with self._guard:
-            return next(((key, entry.made_by) for key, entry in self._entries.items() if entry.name == name), None)
+            named = ((key, entry) for key, entry in self._entries.items() if entry.name == name)
+            return next(((key, entry.made_by, entry.exposed.seed) for key, entry in named), None)
 
     def _add(self, entry: _Entry) -> str:
         with self._guard:
