@@ -100,7 +100,7 @@ def test_who_waits_in_vain_is_told_for_whom():
         version = worker.pull(mine)
         gradients(mine, 7, 0)
         worker.push(mine, version)
-        with pytest.raises(LaunchError, match=r"client 7 has waited 0\.3 s for client 4"):
+        with pytest.raises(LaunchError, match=r"client 7 has waited 0\.3 s for client 4: see whether"):
             worker.pull(mine)
     with serve(Sync(2)) as server, client(server, rank=7, timeout=0.3) as worker:
         gradients(mine, 7, 0)
@@ -127,6 +127,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     said: list[str] = []
     with serve(Async(), options=Options(say=said.append)) as server, client(server, rank=0) as worker:
         mine, before = model(seed=1), model()
+        with pytest.raises(UserError, match=r"no parameter of the model has a gradient: call backward\(\) after pull"):
+            worker.push(mine, worker.pull(mine))
+        mine = model(seed=1)
         with pytest.raises(UserError, match="the same model"):
             worker.pull(nn.Linear(3, 3))
         worker.pull(mine)

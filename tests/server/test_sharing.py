@@ -85,6 +85,19 @@ def test_any_number_of_servers_go_on_with_rows(tmp_path, optimizer):
             torch.testing.assert_close(worker.pull_rows("emb", every)[0], reference.detach())
 
 
+def test_what_a_server_that_was_killed_has_left_of_a_checkpoint_stops_no_later_one(tmp_path):
+    mine = model(seed=4)
+    with servers(tmp_path, 2) as worker:
+        train(worker, mine, range(6))
+        whole = tmp_path / "weights"
+        for step in (3, 4):  # in the middle of the save that follows a replay, and of one that never came
+            left = whole / f"step-{step:08d}.tmp"
+            left.mkdir()
+            (left / "__0_0.distcp").write_bytes(b"cut off")
+        train(worker, mine, range(6, 15))
+    assert sorted(each.name for each in whole.iterdir()) == ["step-00000012", "step-00000015"]
+
+
 def test_gradients_that_no_checkpoint_of_all_has_are_not_passed_over(tmp_path):
     mine = model(seed=4)
     with servers(tmp_path, 2, Batch(2)) as worker:

@@ -77,5 +77,6 @@ def publish(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a checkpoint so that a crash in the middle leaves a .tmp, not a damaged one under a good name."""
+    shutil.rmtree(tmp_of(path), ignore_errors=True)  # of a save of the same step that has crashed
     path.rename(tmp_of(path))
     shutil.rmtree(tmp_of(path), ignore_errors=True)

@@ -113,6 +113,10 @@ class Client:
             raise UserError(f"push: count = {count}: give a number of samples or tokens")
         parameters, given = self._checked(model), self._versions(version)
         gradients = {name: value.grad if isinstance(model, nn.Module) else value for name, value in parameters.items()}
+        if count and gradients and all(each is None for each in gradients.values()):
+            raise UserError(
+                "push: no parameter of the model has a gradient: call backward() after pull, and zero_grad() after push"
+            )
         term = None
         if self._following is not None and self._following[0] is model:
             term = self._following[1].term(1, after=0).cpu()

@@ -84,7 +84,8 @@ class Part:
                 left = until - time.monotonic()
                 if left <= 0:
                     others = f"client {', '.join(map(str, whom))}" if whom else "more clients"
-                    raise NotDone(f"client {rank} has waited {seconds:g} s for {others}", late=True)
+                    remedy = "see whether they run, or give connect a longer timeout"
+                    raise NotDone(f"client {rank} has waited {seconds:g} s for {others}: {remedy}", late=True)
                 self._changed.wait(min(left, _LOOK_SECONDS))
             self.ledger.pulled(rank, active)
             return self.ledger.version, self.values.read(asked, into, device)

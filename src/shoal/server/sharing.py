@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from shoal.checkpoint.directory import completed, step_path
+from shoal.checkpoint.directory import clean, completed, step_path
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.merge import merge
 from shoal.errors import CheckpointError, UserError
@@ -60,9 +60,11 @@ class Sharing:
         parts = [step_path(self.folder(index, self.count), version) for index in range(self.count)]
         with FileLock(self.directory / f"{self.name}.lock"):
             if all(part.exists() for part in parts):
+                whole = self.directory / self.name
                 try:
-                    merge(parts, step_path(self.directory / self.name, version), KEPT)
-                except CheckpointError as error:  # each has its own, and the next one may succeed
+                    clean(whole)  # of a server that was killed in the middle
+                    merge(parts, step_path(whole, version), KEPT)
+                except (CheckpointError, OSError) as error:  # each has its own, and the next one may succeed
                     warnings.warn(str(error), stacklevel=2)
 
     def others(self) -> list[Path]:

@@ -108,7 +108,7 @@ def call(
     try:
         end = socket.create_connection(address, seconds)
     except OSError as error:
-        raise SessionLost(f"{peer} cannot be reached: {error}") from error
+        raise SessionLost(f"{peer} cannot be reached: {error}. Is that its address, and does it run?") from error
     try:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello.call(end, key, 0, 0, 0, seconds)
