@@ -101,14 +101,16 @@ def alone(given: Recipe, mu: float):
     return found
 
 
-def check(given: Recipe, plan: Plan, mu: float = 0.0, wanted: Recipe | None = None, **options) -> None:
+def check(
+    given: Recipe, plan: Plan, mu: float = 0.0, wanted: Recipe | None = None, within: float = 1e-6, **options
+) -> None:
     size = plan.size
     first, second, measured = run_ranks(in_turns, size, given, plan, mu, options)[0]
     for done, (weights, losses, counts) in zip((first, second), alone(wanted or given, mu), strict=True):
-        torch.testing.assert_close(done.weights, weights, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(done.weights, weights, rtol=1e-5, atol=within)
         assert done.losses == pytest.approx(losses, rel=1e-5) and done.counts == counts and done.steps == STEPS
     one = run_ranks(in_turns, 1, given, Plan(), mu, {})[0]
-    torch.testing.assert_close(second.weights, one[1].weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second.weights, one[1].weights, rtol=1e-5, atol=within)
     assert measured[0] == pytest.approx(one[2][0], rel=1e-5) and measured[1:] == one[2][1:]
     assert given.measure is None or measured[1] == len(clients(4).only(CLIENT).held_out)
 
@@ -139,7 +141,8 @@ def test_a_mesh_trains_as_one_process(plan, mu):
 @pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.NAdam])
 def test_any_optimizer_begins_anew(optimizer):
-    check(plain(optimizer=optimizer), PLANS["zero1"], 0.1)
+    # RMSprop divides a gradient by its own size at first, so what rounding leaves of one near zero counts in full
+    check(plain(optimizer=optimizer), PLANS["zero1"], 0.1, within=1e-5 if optimizer is torch.optim.RMSprop else 1e-6)
 
 
 @pytest.mark.parametrize("plan", ["dp", pytest.param("zero3", marks=pytest.mark.matrix)])

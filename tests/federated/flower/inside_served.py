@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import stat
+import time
 
 import httpx
 import psutil
@@ -18,7 +19,8 @@ from shoal.federated.flower import node
 from shoal.federated.flower.keys import make_keys, private_bytes, server_files
 from shoal.federated.flower.link import OVER
 from shoal.federated.flower.private import begin_run
-from shoal.federated.flower.private.supernode import Away
+from shoal.federated.flower.private.superlink import SuperLink
+from shoal.federated.flower.private.supernode import Away, Node
 from shoal.jobs.federated.serve import Serving, is_loopback, parse, serve
 from shoal.jobs.federated.simulate import simulate
 from shoal.jobs.read import load_job
@@ -69,6 +71,21 @@ class Ending:
 
 def test_a_client_that_has_heard_of_the_end_ends_well_though_the_server_is_gone_by_then():
     assert node.serve(Ending(), None, 0, lambda: False, 0.0, print)
+
+
+def test_the_reply_of_a_client_that_leaves_at_once_is_not_lost():
+    link = SuperLink("127.0.0.1", 0, None, None, patience=10.0)
+    link.begin()
+    try:
+        client = Node(f"127.0.0.1:{link.port}", None, None)
+        client.sign_in()
+        asked = [link.push(Message(RecordDict({}), client.id, "query.one")) for _ in range(2)]
+        assert client.send(Message(RecordDict({}), reply_to=client.receive()), 0.0)
+        client.leave()
+        replies = link.pull(asked)
+        assert sorted(each.has_error() for each in replies) == [False, True], "the other one was never answered"
+    finally:
+        link.end()
 
 
 @pytest.mark.matrix
@@ -308,6 +325,8 @@ def test_a_mesh_that_loses_a_rank_tells_the_server_which_one(tmp_path):
         federation.until(lambda: len(federation.rounds()) > 1)
         ranks = psutil.Process(mesh.process.pid).children(recursive=True)
         (second,) = [each for each in ranks if each.environ().get("RANK") == "1"]
+        second.suspend()  # so that the other rank waits for it in a round, not between two
+        time.sleep(2)
         second.kill()
         assert mesh.ends() == LaunchError.exit_code
         federation.until(lambda: "client 1:" in server.said())

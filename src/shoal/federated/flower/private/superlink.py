@@ -91,6 +91,11 @@ class Members(InMemoryLinkState):
             reply = self.message_ins_id_to_message_res_id.get(message_id)
             return reply is not None and self._is_there(reply)
 
+    def reply_to(self, message_id: str) -> Message:
+        """Returns the reply that has come to a message. Flower's `get_message_res` withholds those of nodes that have
+        left since."""
+        return self.message_res_store[self.message_ins_id_to_message_res_id[message_id]]
+
     def _is_there(self, object_id: str) -> bool:
         entry = self.object_store.store.get(object_id)
         return entry is not None and entry.is_available and all(map(self._is_there, entry.child_object_ids))
@@ -197,13 +202,14 @@ class SuperLink:
         """Returns the replies that have come to the messages `asked`, errors for nodes that are gone among them."""
         members, found = self.members, []
         with members.lock:
+            ready = {key for key in asked if members.whole(key)}
             gone = {
                 key
-                for key in asked
+                for key in set(asked) - ready
                 if (each := members.message_ins_store.get(key)) is None or not members.online(each.metadata.dst_node_id)
             }
-            ready = {key for key in asked if members.whole(key)}
-            replies = members.get_message_res(gone | ready, self.run.run_id) if gone | ready else []
+            replies = [members.reply_to(key) for key in ready]  # also of those who left as soon as they had replied
+            replies += members.get_message_res(gone, self.run.run_id) if gone else []
         members.delete_messages({each.metadata.reply_to_message_id for each in replies})
         for reply in replies:
             found.append(self._inflated(reply))
