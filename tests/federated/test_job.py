@@ -14,6 +14,7 @@ from shoal.errors import UserError
 from shoal.jobs.export import evaluate_run
 from shoal.jobs.federated.holdings import deal
 from shoal.jobs.federated.simulate import simulate
+from shoal.jobs.federated.take_part import Taking, _own
 from shoal.jobs.read import load_job
 from shoal.report.metrics import read_metrics
 from shoal.report.page import write_report
@@ -103,6 +104,7 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
     refused("has no documents", "federated.partition=document")
     refused("at most that many", "federated.clients=500")
     refused('Did you mean "fedavg"', "federated.strategy=fedavgg")
+    refused("'bulyan' is Flower's: `shoal fed sim --flower` has it", "federated.strategy=bulyan")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     refused("holds a run of `shoal train`")
@@ -139,6 +141,27 @@ def test_documents_go_to_clients_whole(tmp_path, monkeypatch):
     assert len(set().union(*letters)) == 8 == sum(map(len, letters))
     outcome = simulate(*load_job(path))
     assert outcome.step == 2 and np.isfinite(rounds_of(outcome.run_dir)[-1][1])
+
+
+def test_a_tokenizer_is_one_for_all_clients_and_rounds(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a few words of one server, and of its clients\n" * 40)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'[model]\nname = "lstm"\nembedding = 4\nhidden = 4\n[data]\nsource = "{tmp_path / "text.txt"}"\nsequence = 8\n'
+        f'tokenizer = "bpe:270"\n[federated]\nclients = 2\nrounds = 1\nlocal_steps = 1\n'
+        f'[run]\ndir = "{tmp_path / "run"}"\ntrackers = []\n'
+    )
+    simulate(*load_job(path))
+    with pytest.raises(UserError, match=r'"bpe:270" would be trained on this client.s own data'):
+        _own(*load_job(path), Taking("127.0.0.1:1", key="own.key"))
+    written = [f"data.tokenizer={tmp_path / 'run' / 'tokenizer'}"]
+    dealt, _, _ = _own(*load_job(path, written), Taking("127.0.0.1:1"))
+    assert dealt.settled.tokenizer.vocab_size == 270
+    assert _own(*load_job(path), Taking("127.0.0.1:1", client=1))[2] == 1
+    (tmp_path / "text.txt").write_text("other words by now: jackdaws love my big sphinx of quartz\n" * 40)
+    with pytest.raises(UserError, match=r"fingerprint of data\.tokenizer = .* were trained with"):
+        simulate(*load_job(path, ["federated.rounds=2"]))
 
 
 @pytest.mark.matrix

@@ -165,7 +165,10 @@ class MeshClient:
             if self.broken is not None:
                 raise self.broken
             if weights.shape != (self.flat.size,):
-                raise UserError(f"weights of shape {tuple(weights.shape)}: this model has {self.flat.size} numbers")
+                raise UserError(
+                    f"weights of shape {tuple(weights.shape)}: this model has {self.flat.size} numbers. Give server "
+                    "and client the same model"
+                )
             try:
                 self._engine.world.everyone.broadcast_object(told)
                 return self._do(told, weights)

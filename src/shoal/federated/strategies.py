@@ -38,10 +38,18 @@ STRATEGIES = {
 """FedAvg (https://arxiv.org/abs/1602.05629), FedAvgM (https://arxiv.org/abs/1909.06335), FedAdam
 (https://arxiv.org/abs/2003.00295), FedProx (https://arxiv.org/abs/1812.06127)."""
 
+OF_FLOWER = ("fedadagrad", "fedyogi", "fedmedian", "fedtrimmedavg", "krum", "multikrum", "bulyan", "qfedavg")
+"""Those of a job file that Flower alone has (federated/flower/strategies)."""
+
 
 def strategy_named(option: str | Mapping[str, Any]) -> Strategy:
     """Returns the strategy of `federated.strategy`: a name, or a table with its parameters. Raises UserError."""
     name = option if isinstance(option, str) else option.get("name")
+    if name in OF_FLOWER:
+        raise UserError(
+            f"federated.strategy = {name!r} is Flower's: `shoal fed sim --flower` has it, with pip install "
+            f'"shoal[fed]"; without Flower there are {", ".join(STRATEGIES)}'
+        )
     check_choice(f"federated.strategy = {name!r} is not one of", name, STRATEGIES)
     named = STRATEGIES[str(name)]
     given = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}

@@ -14,9 +14,11 @@ from shoal.federated.flower import private
 from shoal.federated.flower.buffered import FedBuff
 from shoal.federated.flower.clients import to_record, to_vector
 from shoal.federated.flower.simulation import FlowerSimulation
+from shoal.federated.flower.strategies import NAMES
 from shoal.federated.settings import Federated
 from shoal.federated.simulation import Simulation
 from shoal.federated.state import load_state, save_state
+from shoal.federated.strategies import OF_FLOWER, STRATEGIES
 from tests.federated.common import clients, recipe
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict  # isort: skip
@@ -52,6 +54,12 @@ def test_further_strategies_learn(name):
     for _ in range(12):
         sim.round()
     assert sim.evaluate().accuracy > max(0.5, before)
+
+
+def test_the_core_knows_which_names_are_flower_s():
+    assert set(NAMES) == {*STRATEGIES, *OF_FLOWER}
+    with pytest.raises(UserError, match="'krum' is Flower's: `shoal fed sim --flower` has it"):
+        Simulation(recipe(), clients(6), Federated(clients=6, strategy="krum"))
 
 
 @pytest.mark.parametrize("strategy", ["krum", {"name": "multikrum", "num_nodes_to_select": 2}])

@@ -201,7 +201,10 @@ def test_a_client_gives_nothing_unmasked_to_a_server_that_asks_for_that(tmp_path
         hidden = federation.client(1, "federated.secure=0.6")
         assert [each.ends() for each in (server, plain, hidden)] == [0, 0, 0]
         assert all((each["results"], each["broken"]) == (1, 1) for each in federation.rounds())
-        assert "this client answers only under secure aggregation" in server.said()
+        why = "this client answers only under secure aggregation: give the server's job federated.secure"
+        assert (
+            why in server.said() and f"this client has failed, and tells the server: ValueError: {why}" in hidden.said()
+        )
 
 
 @pytest.mark.matrix
@@ -309,6 +312,9 @@ def test_without_certificates_nobody_listens_to_other_machines(tmp_path):
             serve(*given, Serving("0.0.0.0:0"))
         with pytest.raises(UserError, match="no address"):
             serve(*given, Serving("nowhere"))
+        keys = federation.folder / "keys"
+        with pytest.raises(UserError, match=rf"--begin-with 9: {keys} lets \d clients in"):
+            serve(*given, Serving("127.0.0.1:0", keys, at_first=9))
         for options in ([], ["--insecure", "--certificates", str(tmp_path)]):
             for command in ("server", "client"):
                 refused = CliRunner().invoke(app, ["fed", command, str(federation.job), *options])

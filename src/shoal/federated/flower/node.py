@@ -30,7 +30,7 @@ def serve(
     own ranks are lost, is raised afterwards. Raises UserError where the server refuses this client.
     """
     contexts: dict[int, Context] = {}
-    signed_in, heard, rest = False, time.monotonic(), FIRST_REST
+    signed_in, heard, rest, failed = False, time.monotonic(), FIRST_REST, ""
     while not stopped():
         try:
             if not signed_in:
@@ -52,6 +52,10 @@ def serve(
             contexts = {run: context}
             began = time.monotonic()
             reply, lost = _answer(app, message, context)
+            why = reply.error.reason if reply.has_error() else ""
+            if why not in ("", failed):
+                say(f"this client has failed, and tells the server: {why}")
+            failed = why or failed
             if not node.send(reply, time.monotonic() - began):
                 say("an answer came too late for its round")
             if lost is not None:

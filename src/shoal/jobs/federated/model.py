@@ -8,13 +8,12 @@ from pathlib import Path
 from shoal.checkpoint.directory import step_path
 from shoal.checkpoint.whole import put_whole
 from shoal.comm import World
-from shoal.data import save_tokenizer
 from shoal.errors import UserError
 from shoal.federated.settings import STATE
 from shoal.federated.simulation import Federation
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled
-from shoal.jobs.names import DIRECTORY, TOKENIZER
+from shoal.jobs.names import DIRECTORY
 from shoal.report.metrics import CheckpointRecord
 
 
@@ -28,7 +27,7 @@ def refuse_other_runs(run_dir: Path, resume: str) -> None:
 
 
 def save_model(settled: Settled, simulation: Federation, world: World) -> CheckpointRecord:
-    """Writes the global model as the checkpoint of the round, and the tokenizer of text. Raises CheckpointError."""
+    """Writes the global model as the checkpoint of the round. Raises CheckpointError."""
     began, run_dir, number = time.perf_counter(), Path(settled.job.run.dir), simulation.number
     engine = make_engine(settled.job, settled.model, simulation.settings.rounds, world)
     try:
@@ -37,7 +36,5 @@ def save_model(settled: Settled, simulation: Federation, world: World) -> Checkp
         engine.save(run_dir / DIRECTORY, keep=settled.job.run.keep)
     finally:
         engine.close()
-    if settled.tokenizer is not None:
-        save_tokenizer(settled.tokenizer, run_dir / TOKENIZER)
     path = step_path(run_dir / DIRECTORY, number).relative_to(run_dir)
     return CheckpointRecord(step=number, path=str(path), seconds=time.perf_counter() - began)

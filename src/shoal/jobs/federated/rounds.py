@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from shoal.comm import World
+from shoal.data import save_tokenizer
 from shoal.device import hardware_name
 from shoal.errors import ShoalError, UserError
 from shoal.federated.recipe import Recipe, rate_of
@@ -27,6 +28,7 @@ from shoal.jobs.evaluate import measure_of
 from shoal.jobs.federated.holdings import Dealt
 from shoal.jobs.federated.model import refuse_other_runs, save_model
 from shoal.jobs.federated.record import Record
+from shoal.jobs.names import TOKENIZER
 from shoal.jobs.optimizers import optimizer_named
 from shoal.jobs.stop import Stop
 from shoal.jobs.write import origin_table, write_resolved
@@ -71,6 +73,8 @@ def all_rounds(
     trains = make(limit)
     if not (resumed := load_state(trains, run_dir, about_it)):
         save_state(trains, run_dir, about_it)
+    if dealt.settled.tokenizer is not None:
+        save_tokenizer(dealt.settled.tokenizer, run_dir / TOKENIZER)
     record = Record(run_dir, job.run.trackers, trains.weights.device, dealt.federated.rounds)
     record.start(_run_record(dealt, trains))
     record.note(tell(trains, record.note))
@@ -127,6 +131,8 @@ def about(dealt: Dealt, how: Mapping[str, Any]) -> dict[str, Any]:
     named |= {"federated.buffer": federated.buffer, "train.seed": job.train.seed, **how}
     named |= {f"data.{key}": getattr(job.data, key) for key in ("source", "validation", "tokenizer", "sequence")}
     named["data.source"] = str(job.data.source)
+    if dealt.settled.tokenizer is not None:  # one of the same name may be trained on other documents by now
+        named["fingerprint of data.tokenizer"] = dealt.settled.tokenizer.fingerprint
     return named | {"model": dict(job.model), "train.precision": job.train.precision}
 
 

@@ -61,6 +61,11 @@ def serve(job: Job, origins: Origins, serving: Serving) -> Outcome:
     if serving.certificates is not None:
         certificate, key, keys = server_files(serving.certificates)
         tls = certificate, key
+        if serving.at_first is not None and serving.at_first > len(keys):
+            raise UserError(
+                f"--begin-with {serving.at_first}: {serving.certificates} lets {len(keys)} clients in. Ask for fewer, "
+                "or have `shoal fed keys` make more"
+            )
     dealt = deal(_without_plan(job), origins)
     world = World.single()
     try:

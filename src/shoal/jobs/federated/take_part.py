@@ -106,6 +106,12 @@ def _on_rank(path: Path, assignments: list[str], taking: Taking, world: World) -
 def _own(job: Job, origins: Origins, taking: Taking) -> tuple[Dealt, Clients, int]:
     """Returns the data, this client's part of it, and the number by which it draws."""
     if job.federated is not None and taking.client is None:
+        if job.data.tokenizer.startswith("bpe:"):
+            raise UserError(
+                f'data.tokenizer = "{job.data.tokenizer}" would be trained on this client\'s own data, and its ids '
+                "would mean other tokens than those of other clients: give all of them one, such as the folder "
+                "`tokenizer` that the server writes to its run directory as it starts: data.tokenizer = FOLDER"
+            )
         job = replace(job, federated=replace(job.federated, clients=1, partition="iid", fraction=1.0, least=1))
     dealt = deal(job, origins)
     client = 0 if taking.client is None else taking.client
