@@ -137,6 +137,9 @@ def role_table(chosen: Chosen) -> Table:
         if estimated or rows.get(role):
             table.add_row(role, units.size(estimated), units.size(rows.get(role, 0)))
     table.add_row("[bold]most at a time", units.size(chosen.estimate.bytes), units.size(chosen.bytes))
+    for tier, estimated in (("host", chosen.estimate.on_host), ("disk", chosen.estimate.on_disk)):
+        if estimated:
+            table.add_row(f"at home on the {tier}", units.size(estimated), units.size(fullest.need.total(tier)))
     return table
 
 
@@ -144,7 +147,8 @@ def totals(chosen: Chosen) -> Iterator[str]:
     """Yields the time, price and energy of the whole job."""
     task, cluster = chosen.task, chosen.task.cluster
     share = chosen.bytes / task.most
-    yield f"a rank takes {share:.0%} of the {units.size(task.most)} that it may use, confirmed by dry runs"
+    takes = "needs at least" if chosen.plan.memory else "takes"  # a budget: what is left keeps what is used again
+    yield f"a rank {takes} {share:.0%} of the {units.size(task.most)} that it may use, confirmed by dry runs"
     if chosen.hours is not None:
         said = f"{chosen.steps} steps take {units.duration(chosen.hours * 3600)}"
         if chosen.price is not None:
@@ -213,6 +217,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
             "memory": dict(each.memory),
             "bytes": each.bytes,
             "on_host": each.on_host,
+            "on_disk": each.on_disk,
             "wire": dict(each.wire),
             "recompute_by_stage": [dict(own) for own in each.again],
             "shares": list(each.choice.shares),

@@ -30,7 +30,7 @@ from shoal.mesh import ALONG, AXES, Mesh
 from shoal.pipeline import Costs, schedule_of, simulate
 from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
-from shoal.planner.task import ROLES, TERMS
+from shoal.planner.task import ROLES, TERMS, Estimate
 from shoal.report import units
 from shoal.report.replace import replace_text
 
@@ -60,7 +60,7 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
         "Who holds what": (holders(chosen), holding(chosen)),
         "Memory of the fullest rank": (
             waterfall(memory, chosen.task.most, units.size, "bytes of the device; a rank may use", 2),
-            f"{units.size(estimate.on_host)} more of its host." if estimate.on_host else "",
+            elsewhere(estimate),
         ),
         "A step": gantt(chosen),
         "What a step takes": (waterfall(terms, None, units.duration, "time of a step"), ""),
@@ -90,8 +90,15 @@ def holding(chosen: Chosen) -> str:
         rest = "; the rest each has whole" if plan.zero < 3 else ""
         said.append(f"Each of {plan.copy_size} ranks has a part of the {parts}{rest}.")
     if choice.offload:
-        said.append("Weights, masters and optimizer state are at home on the host.")
+        said.append("What its device has no room for is at home on the host.")
     return " ".join(said)
+
+
+def elsewhere(estimate: Estimate) -> str:
+    """Says what the fullest rank has on its host, and on the disk."""
+    found = (("of its host", estimate.on_host), ("of the disk", estimate.on_disk))
+    said = [f"{units.size(nbytes)} {where}" for where, nbytes in found if nbytes]
+    return f"Beside that {' and '.join(said)}." if said else ""
 
 
 def holders(chosen: Chosen) -> str:

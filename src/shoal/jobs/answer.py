@@ -155,8 +155,7 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
         own = under(settled, estimate.choice.plan(task.pins), rows)
         try:
             predictions = tuple(dry(own, task, estimate))
-            short = [each for each in predictions if each.need.total("device") > task.most]
-            why = f"a dry run counts {short[0].need.total('device') / 2**30:,.1f} GiB" if short else ""
+            why = next(filter(None, (each.lacking(task.most) for each in predictions)), "")
         except UserError as error:
             why, predictions = str(error), ()
         if not why:

@@ -84,7 +84,7 @@ def _trials(settled: Settled, chosen: Chosen) -> Trials:
         if len(plans) < job.auto.measure and plan not in (each for each, _ in plans):
             with suppress(UserError):  # what a dry run refuses is not tried
                 predictions = dry(under(settled, plan, rows), task, estimate)
-                if all(each.need.total("device") <= task.most for each in predictions):
+                if not any(each.lacking(task.most) for each in predictions):
                     plans.append((plan, estimate.seconds))
     return of_candidates(key_of(job, settled.origins, pinned(job, settled.origins), task.cluster.size), rows, plans)
 

@@ -115,8 +115,8 @@ def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Pl
     try:
         for recording in _recorded(own, sorted({0, min(1, last), last})):
             needed = predict(recording, optimizer, plan, subject.precision, machine, estimate.microbatches)
-            if (nbytes := needed.need.total("device")) > task.most:
-                return f"a dry run counts {nbytes / 2**30:,.1f} GiB"
+            if lacking := needed.lacking(task.most):
+                return lacking
     except UserError as error:
         return str(error)
     return ""

@@ -14,6 +14,8 @@ from shoal.comm import Reach
 from shoal.errors import UserError
 
 MOST_DEVICES = 1 << 17
+HOST_USABLE = 0.8
+"""Share of a host's memory that a plan may fill: the rest is processes, data and the system."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,9 @@ TREE = 16
 @dataclass(frozen=True)
 class Host:
     """`count` equal devices. `inside`: link between them; `memory`: bytes of the host; `to_host`: bytes a second of one
-    device to and from the host's memory; `disk`: the same for the disk, 0 for none; `update`: bytes a second of the
-    optimizer on the host; `price`: of an hour of the whole host; `watts`: of a device."""
+    device to and from the host's memory; `disk`: of the whole host to its disk and back, 0 for none, and `scratch` a
+    directory there; `update`: bytes a second of the optimizer on the host; `price`: of an hour of the whole host;
+    `watts`: of a device."""
 
     device: Device
     count: int
@@ -125,6 +128,7 @@ class Host:
     update: float = 100e9
     price: float = 0.0
     watts: float = 0.0
+    scratch: str = "/tmp/shoal"
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,16 @@ class Cluster:
     def to_host(self) -> float:
         """Bytes a second of a device to and from its host, of the slowest."""
         return min(host.to_host for host in self.hosts)
+
+    @cached_property
+    def disk(self) -> float:
+        """Bytes a second of a device to the disk of its host and back, of the slowest; 0 where one has none."""
+        return min(host.disk / host.count for host in self.hosts)
+
+    @cached_property
+    def host_memory(self) -> float:
+        """Bytes that a plan may fill of a host's memory, for each of its devices, of the smallest."""
+        return HOST_USABLE * min(host.memory / host.count for host in self.hosts)
 
     @cached_property
     def update(self) -> float:

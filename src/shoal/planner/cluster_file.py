@@ -100,8 +100,10 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
         changed["reached"] = _shares(changed["reached"], f"{where}: hosts.reached")
     if not isinstance(changed.get("on_host", False), bool):
         raise UserError(f"{where}: hosts.on_host = {changed['on_host']!r}: give true or false")
+    if not isinstance(table.get("scratch", ""), str):
+        raise UserError(f"{where}: hosts.scratch = {table['scratch']!r}: give a directory on the host's disk")
     for key, value in {**table, **changed}.items():
-        if key in ("inside", "name", "source", "flops", "reached", "on_host"):
+        if key in ("inside", "name", "source", "flops", "reached", "on_host", "scratch"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise UserError(f"{where}: hosts.{key} = {value!r}: give a number that is not negative")

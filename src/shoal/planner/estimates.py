@@ -13,7 +13,7 @@ from shoal.plan import Option, option_parameters
 from shoal.planner.costs import Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, moved, updated
-from shoal.planner.held import standing, tied_elements
+from shoal.planner.held import Held, held, standing, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Cuts, Lane, by_policy, cut_for, fill_of, policies_of, seconds_of
 from shoal.planner.pipes import simulated, under_way
@@ -54,6 +54,11 @@ class Estimates:
         where that is. What travels is left out (see `simulated`)."""
         return self.priced(choice, self.counts(choice))
 
+    def most(self, choice: Choice) -> float:
+        """Bytes that a rank may use of its device: with a budget of `plan.memory` those."""
+        said = None if choice.offload is None or self.prices.slowest.on_host else choice.offload.device
+        return self.task.most if said is None else min(self.task.most, said)
+
     def least(self, choice: Choice) -> float:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""
         lane = self.lane(choice)
@@ -72,11 +77,13 @@ class Estimates:
         number = self.deal(choice, lane, counts).most
         plain = self._plain(*_timing(choice), number)
         for ranks in lane.cuts.alike:
-            room = self.task.most - math.fsum(self._standing(choice, ranks[0])[0].values())
+            room = self.most(choice) - math.fsum(self._standing(choice, ranks[0]).values())
             for rank in ranks:
-                if plain[rank] <= room:
+                stays = choice.on_device
+                if stays * plain[rank] <= room or not stays:
                     continue
-                found = self._cheapest(choice, lane, rank, self._flying(choice, rank, number), plain[rank] - room)
+                need = plain[rank] - room / stays
+                found = self._cheapest(choice, lane, rank, self._flying(choice, rank, number), need)
                 for place, own in zip(range(rank, len(counts), lane.ranks), lane.split(rank, found), strict=True):
                     counts[place] = own
         return counts
@@ -119,7 +126,7 @@ class Estimates:
         ranks = choice.spread.stages
         return under_way(choice.schedule, ranks, number, choice.chunks)[rank] if ranks > 1 else (1,)
 
-    def _standing(self, choice: Choice, rank: int) -> tuple[dict[str, float], float]:
+    def _standing(self, choice: Choice, rank: int) -> dict[str, float]:
         ranks = choice.spread.stages
         own = self._own(choice.spread, ranks * choice.chunks, rank)
         return standing(self.prices, choice, own, rank == ranks - 1, self._tied)
@@ -134,14 +141,14 @@ class Estimates:
             for flying in [self._flying(choice, rank, number)]
         )
 
-    def _kept(self, choice: Choice, lane: Lane, rank: int, flying: Sequence[int], counts: Sequence[Counts]) -> float:
-        """Bytes of the activations of a rank."""
-        kept = whole = 0.0
-        for place, number in zip(range(rank, len(lane.works), lane.ranks), flying, strict=True):
-            kept += number * (lane.cuts.sizes[place].saved["none"] - lane.freed(place, counts[place]))
-            if lane.holds_a_block(place, counts[place]):
-                whole = self._own(choice.spread, len(lane.works), rank).largest
-        return choice.microbatch * (kept + whole)
+    def _kept(
+        self, choice: Choice, lane: Lane, rank: int, flying: Sequence[int], counts: Sequence[Counts]
+    ) -> tuple[float, float]:
+        """Bytes of the activations of a rank: those that wait for a backward, and those of the block that is computed
+        again."""
+        kept, again = lane.kept(rank, flying, counts)
+        whole = self._own(choice.spread, len(lane.works), rank).largest if again else 0.0
+        return choice.microbatch * kept, choice.microbatch * whole
 
     def priced(self, choice: Choice, counts: list[Counts]) -> Estimate:
         """What `choice` takes and holds where the stages treat their blocks so."""
@@ -151,10 +158,12 @@ class Estimates:
         number = deal.number
         backward = sum(back for _, back in stages[slow::ranks])
         window = backward, number * sum(map(sum, stages[slow::ranks]))
-        terms["copies"], wire = exchanged(self.prices, choice, own, number, window, tied)
-        terms["offload"] = moved(self.prices, choice, own, number, window[1])
-        terms["optimizer"] = updated(self.prices, choice, own, tied)
-        held, host = self._memory(choice, lane, counts, deal.most)
+        has = self._held(choice, lane, slow, counts, deal.most)
+        terms["copies"], wire = exchanged(self.prices, choice, own, number, window, tied, has)
+        one = self._kept(choice, lane, slow, [1] * choice.chunks, counts)[0]
+        terms["offload"] = moved(self.prices, choice, own, number, window[1], tied, has, one)
+        terms["optimizer"] = updated(self.prices, choice, own, tied, has)
+        fullest = self._fullest(choice, lane, counts, deal.most)
         chosen = replace(
             choice,
             stages=lane.cuts.numbers if ranks > 1 else (),
@@ -163,27 +172,31 @@ class Estimates:
         )
         again = tuple(by_policy(self.policies, each) for each in counts)
         each = (stages[place][0] - lane.works[place].sent_forward for place in range(slow, len(stages), ranks))
-        return Estimate(chosen, terms, held, host, wire, number, again, stages, forward=number * math.fsum(each))
+        forward = number * math.fsum(each)
+        device, host, disk = fullest.device, fullest.host, fullest.disk
+        return Estimate(chosen, terms, device, host, disk, wire, number, again, stages, forward=forward)
 
-    def _memory(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> tuple[dict[str, float], float]:
-        """Bytes by role of the fullest rank, on its device, and those on the host."""
-        best: tuple[dict[str, float], float] | None = None
-        plain = self._plain(*_timing(choice), most)
-        for alike in lane.cuts.alike:
-            roles, host = self._standing(choice, alike[0])
-            if self._recomputes(counts):
-                kept = max(self._kept(choice, lane, rank, self._flying(choice, rank, most), counts) for rank in alike)
-            else:
-                kept = max(plain[rank] for rank in alike)
-            found = {**roles, "activations": kept}, host
-            if best is None or sum(found[0].values()) > sum(best[0].values()):
-                best = found
-        assert best is not None
-        return best
+    def _fullest(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> Held:
+        """What the rank holds whose device is fullest; of equal ones that whose host is."""
+        plain, again = self._plain(*_timing(choice), most), self._recomputes(counts)
+        alike = (each if again else [max(each, key=plain.__getitem__)] for each in lane.cuts.alike)
+        found = [self._held(choice, lane, rank, counts, most) for ranks in alike for rank in ranks]
+        return max(found, key=lambda each: (math.fsum(each.device.values()), each.host))
+
+    def _held(self, choice: Choice, lane: Lane, rank: int, counts: list[Counts], most: int) -> Held:
+        """What a rank holds which has up to `most` microbatches."""
+        if self._recomputes(counts):
+            kept, whole = self._kept(choice, lane, rank, self._flying(choice, rank, most), counts)
+        else:
+            kept, whole = self._plain(*_timing(choice), most)[rank], 0.0
+        stays = choice.on_device
+        device = {**self._standing(choice, rank), "activations": stays * kept + whole}
+        own = self._own(choice.spread, len(lane.works), rank)
+        return held(self.prices, choice, own, self._tied, device, (1 - stays) * kept)
 
     def _meets(self, choice: Choice) -> bool:
         """Whether replicas run as many microbatches, since they meet in their forwards."""
-        return choice.zero == 3 or choice.offload or choice.spread.experts > 1
+        return choice.zero == 3 or choice.offload is not None or choice.spread.experts > 1
 
     def deal(self, choice: Choice, lane: Lane, counts: list[Counts], together: bool | None = None) -> Dealt:
         """How many microbatches each replica has."""

@@ -8,15 +8,16 @@ from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Link
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
-from shoal.planner.held import copies, elements
+from shoal.planner.held import Held, copies, elements, is_cut, resting
 from shoal.planner.task import Choice
 
 
 def exchanged(
-    prices: Prices, choice: Choice, own: Sizes, number: int, window: tuple[float, float], tied: float
+    prices: Prices, choice: Choice, own: Sizes, number: int, window: tuple[float, float], tied: float, has: Held
 ) -> tuple[float, dict[str, float]]:
     """Seconds in which a rank waits for the exchange of gradients and weights of `number` microbatches, and the bytes
-    handed to collectives. `window`: seconds of one backward, and of all that a rank computes in a step."""
+    handed to collectives. `window`: seconds of one backward, and of all that a rank computes in a step; `has`: what
+    it holds."""
     spread, numbers, cluster = choice.spread, prices.task.numbers, prices.task.cluster
     ranks = spread.replicas
     weights, trained, experts = elements(own, tied)
@@ -34,7 +35,8 @@ def exchanged(
         total += link.seconds(operation, again * nbytes, among, again * times)
         wire += again * nbytes * (among > 1)
     together = copies(choice)[0]
-    if choice.zero in (1, 2):
+    passes = choice.zero == 3 or (choice.offload is not None and choice.zero > 0)  # weights are gathered to be used
+    if choice.zero and not passes:
         nbytes = numbers.weight * (trained + experts)
         total += link.seconds("all_gather", nbytes, together, sum(calls))
         wire += nbytes
@@ -42,17 +44,18 @@ def exchanged(
         total += link.seconds("all_reduce", reduced / together, ranks // together, calls[0])
         wire += reduced / together
     gathered = 0.0
-    if choice.zero == 3:
+    often = has.times(number) + has.stays  # what lies on the device is gathered once, when it was updated
+    if passes:
         inner = cluster.link(spread.stride("copies") // spread.tokens, together)
-        nbytes = 2 * number * numbers.weight * (weights + experts)
-        gathered = inner.seconds("all_gather", nbytes, together, 2 * number * sum(calls))
+        nbytes = often * numbers.weight * (weights + experts)
+        gathered = inner.seconds("all_gather", nbytes, together, often * sum(calls))
         wire += nbytes
-    hidden = cluster.overlap * (window[1] if choice.zero >= 2 else window[0])
+    hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes else window[0])
     early = total * (1 - REDUCED_AT_ONCE) + gathered
     waits = cluster.contention * min(early, hidden)
     waits += total * REDUCED_AT_ONCE + gathered * GATHERED_FIRST
-    if choice.zero == 3 and prices.slowest.on_host:
-        waits += 2 * number * sum(calls) * HOOKS * prices.slowest.launch
+    if passes and prices.slowest.on_host:
+        waits += often * sum(calls) * HOOKS * prices.slowest.launch
     return max(0.0, early - hidden) + waits, {"copies": wire}
 
 
@@ -75,26 +78,36 @@ def chunks(gradients: float, link: Link, ranks: int) -> int:
     return min(MOST_CHUNKS, 1 + math.ceil(gradients / size))
 
 
-def moved(prices: Prices, choice: Choice, own: Sizes, number: int, window: float) -> float:
-    """Seconds in which a rank waits for weights and gradients that travel between its device and the host."""
-    if not choice.offload:
+def moved(
+    prices: Prices, choice: Choice, own: Sizes, number: int, window: float, tied: float, has: Held, kept: float
+) -> float:
+    """Seconds in which a rank waits for weights, gradients and activations that travel between its device and the host.
+    `kept`: bytes of a microbatch that backward keeps."""
+    if choice.offload is None:
         return 0.0
-    numbers, cluster = prices.task.numbers, prices.task.cluster
-    weights = own.weights
-    trained = own.trained / (copies(choice)[0] if choice.zero >= 2 else 1)
-    nbytes = numbers.weight * weights * 2 * number + numbers.gradient * trained * number
+    cluster, home = prices.task.cluster, resting(prices, choice, own, tied)
+    nbytes = has.times(number) * home["weights"] + (1 - has.stays) * number * home["gradients"]
+    nbytes += 2 * number * choice.offload.activations * kept
     seconds = nbytes / cluster.to_host
     return max(0.05 * seconds, seconds - cluster.overlap * window)
 
 
-def updated(prices: Prices, choice: Choice, own: Sizes, tied: float) -> float:
-    """Seconds of the update: the bytes that it reads and writes."""
-    numbers, (together, with_experts) = prices.task.numbers, copies(choice)
+def updated(prices: Prices, choice: Choice, own: Sizes, tied: float, has: Held) -> float:
+    """Seconds of the update: the bytes that it reads and writes, where they lie. What is at home on the host is updated
+    there, or passes through the device, whichever takes less (optim/tiers/host); pages of the disk come and go beside
+    that."""
+    numbers, (together, with_experts), cluster = prices.task.numbers, copies(choice), prices.task.cluster
     _, trained, experts = elements(own, tied)
-    if choice.zero:
+    if is_cut(choice, "optimizer state") and choice.zero:
         trained, experts = trained / together, experts / with_experts
+    number, device = trained + experts, prices.slowest
     each = numbers.gradient + 2 * (numbers.master or numbers.weight) + 2 * numbers.state + numbers.weight
-    nbytes = each * (trained + experts)
-    device = prices.slowest
-    rate = prices.task.cluster.update if choice.offload else device.bandwidth * device.streams
-    return device.updating * nbytes / rate
+    there = device.updating * number * each / (device.bandwidth * device.streams)
+    if choice.offload is None:
+        return there
+    pages = number * (numbers.master + numbers.state)
+    on_host = device.updating * number * each / cluster.update
+    if numbers.master and not device.on_host and choice.offload.disk is None:
+        on_host = min(on_host, there + pages / cluster.to_host)  # both ways at once
+    disk = 2 * has.paged * pages / cluster.disk if has.paged else 0.0
+    return has.stays * there + max((1 - has.stays) * on_host, disk)

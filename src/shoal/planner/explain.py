@@ -111,13 +111,11 @@ def bought(task: Task, chosen: Estimate) -> dict[str, float]:
 def fits(task: Task) -> bool:
     """Whether any choice fits: those that need least are asked first."""
     search = Search(replace(task, recompute=("full",), schedules=(("1f1b", 1),)))
-    host = 0.8 * min(host.memory / host.count for host in task.cluster.hosts)
     for spread in reversed(search.spreads()):
         for choice in search.choices(spread):
             if choice.microbatch > (task.microbatch or 1) or choice.zero < min(3, 3 * (spread.replicas > 1)):
                 continue
-            estimate = search.estimate(choice)
-            if estimate.bytes <= task.most and estimate.on_host <= host:
+            if search.fits(search.estimate(choice)):
                 return True
     return False
 

@@ -4,9 +4,35 @@ state, and the activations of the microbatches under way. A plan that is chosen 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from shoal.chunks.gradient_pool import BUFFERS as LOANS
+from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.planner.costs import Prices, Sizes
 from shoal.planner.task import Choice
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds and, with `plan.memory`, what of it moves.
+
+    - `device`: bytes by role; `host`, `disk`: bytes at home there
+    - `again`: the share of the weights that comes to the device in each pass but the first; `stays`: the share of the
+      state that lies on the device for good
+    - `paged`: the share of masters and optimizer state that lies on the disk
+    """
+
+    device: dict[str, float]
+    host: float = 0.0
+    disk: float = 0.0
+    again: float = 1.0
+    stays: float = 1.0
+    paged: float = 0.0
+
+    def times(self, number: int) -> float:
+        """How often all of the weights come in a step of `number` microbatches: once since they were updated, and again
+        in each later pass, forward or backward, as far as they did not stay."""
+        return (1 - self.stays) + (2 * number - 1) * self.again
 
 
 def elements(own: Sizes, tied: float) -> tuple[float, float, float]:
@@ -26,33 +52,83 @@ def copies(choice: Choice) -> tuple[int, int]:
     return together, max(1, together // choice.spread.experts)
 
 
-def resting(prices: Prices, choice: Choice, own: Sizes, tied: float) -> tuple[dict[str, float], float]:
-    """Bytes by role that a rank keeps all the time on its device, and those at home on the host."""
+def is_cut(choice: Choice, role: str) -> bool:
+    """Whether ranks share one copy of it. What is at home on the host is cut as under ZeRO 3, whatever the stage."""
+    return choice.zero >= (1 if choice.offload else CUT_FROM[role])
+
+
+CUT_FROM = {"optimizer state": 1, "masters": 1, "gradients": 2, "weights": 3}
+"""The ZeRO stage from which a role is cut among ranks."""
+
+
+def resting(prices: Prices, choice: Choice, own: Sizes, tied: float) -> dict[str, float]:
+    """Bytes by role that a rank keeps all the time, wherever it does."""
     numbers, (among, with_experts) = prices.task.numbers, copies(choice)
     weights, trained, experts = elements(own, tied)
-    cut = {role: choice.zero >= stage for role, stage in (("state", 1), ("gradients", 2), ("weights", 3))}
 
-    def kept(plain: float, stacked: float, is_cut: bool) -> float:
-        return plain / among + stacked / with_experts if is_cut else plain + stacked
+    def kept(role: str, plain: float) -> float:
+        return plain / among + experts / with_experts if is_cut(choice, role) else plain + experts
 
-    roles = {
-        "weights": numbers.weight * kept(weights, experts, cut["weights"]),
-        "gradients": numbers.gradient * kept(trained, experts, cut["gradients"]),
-        "masters": numbers.master * kept(trained, experts, cut["state"]),
-        "optimizer state": numbers.state * kept(trained, experts, cut["state"]),
+    return {
+        "weights": numbers.weight * kept("weights", weights),
+        "gradients": numbers.gradient * kept("gradients", trained),
+        "masters": numbers.master * kept("masters", trained),
+        "optimizer state": numbers.state * kept("optimizer state", trained),
     }
-    if not choice.offload:
-        return roles, 0.0
-    return dict.fromkeys(roles, 0.0), math.fsum(roles.values())
 
 
-def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: float) -> tuple[dict[str, float], float]:
-    """Bytes by role of a rank with the stages `whole` on its device, all but activations, and those on the host.
-    `last`: it has the last stage."""
-    spread, rows = choice.spread, choice.microbatch
-    roles, host = resting(prices, choice, whole, tied if spread.stages == 1 else 0.0)
+CHUNKS = 3
+"""Chunks of a block at least: the largest of its matrices, which one holds, is about a third of it."""
+
+
+def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: float) -> dict[str, float]:
+    """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations. `last`: it
+    has the last stage."""
+    spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
+    roles = resting(prices, choice, whole, tied if spread.stages == 1 else 0.0)
+    if choice.offload:
+        on_loan = LOANS * numbers.gradient * whole.in_use / CHUNKS
+        roles = {**dict.fromkeys(roles, 0.0), "gradients": on_loan}
     temporaries = prices.task.profile.temporaries.on(spread)
     passes = choice.zero == 3 or choice.offload  # one piece is at work, and one on its way
-    roles["weights in use"] = 2 * prices.task.numbers.weight * whole.in_use if passes else 0.0
+    roles["weights in use"] = 2 * numbers.weight * whole.in_use if passes else 0.0
     roles["temporaries"] = rows * (temporaries if last else min(temporaries, whole.largest))
-    return roles, host
+    return roles
+
+
+def held(prices: Prices, choice: Choice, whole: Sizes, tied: float, device: dict[str, float], beside: float) -> Held:
+    """What a rank holds that needs `device` bytes at least, with activations; `beside`: bytes of them that wait on the
+    host.
+
+    The room that is left of a budget keeps weights from one use to the next; a forward and a backward go through them
+    in opposite order, so what has stayed is what comes first (chunks/movement). Beside all weights it takes gradients,
+    masters and optimizer state of as many chunks as fit, which move no more (optim/tiers/placement); what the host may
+    not keep goes to the disk, page by page.
+    """
+    away = choice.offload
+    if away is None:
+        return Held(device)
+    numbers, home = prices.task.numbers, resting(prices, choice, whole, tied if choice.spread.stages == 1 else 0.0)
+    weights, _, experts = elements(whole, tied if choice.spread.stages == 1 else 0.0)
+    all_weights, pages = numbers.weight * (weights + experts), home["masters"] + home["optimizer state"]
+    paged = in_turn = 0.0
+    if away.disk is not None and pages:
+        in_turn = min(pages, PAGES * (numbers.master + numbers.state) * whole.in_use / CHUNKS)
+        over = sum(home.values()) + beside + in_turn - (away.host or 0.0)
+        paged = 1.0 if away.host is None else min(1.0, max(0.0, over / pages))
+    state = sum(nbytes for role, nbytes in home.items() if role != "weights")
+    stays = 0.0
+    kept = all_weights
+    if away.device is not None:
+        room = away.device - sum(device.values()) + device["weights in use"]
+        kept = min(all_weights, max(device["weights in use"], room))
+        stays = min(1.0 - paged, max(0.0, room - all_weights) / state) if state else 0.0
+    on_device = {role: (all_weights if role == "weights" else nbytes) * stays for role, nbytes in home.items()}
+    roles = {role: nbytes + on_device.get(role, 0.0) for role, nbytes in device.items()}
+    roles["weights in use"] = kept - on_device["weights"]
+    host = (1 - stays) * sum(home.values()) - paged * pages + beside + in_turn * (paged > 0)
+    if away.host is not None and 0 < paged < 1:
+        host = min(host, away.host)  # but for rounding they are equal
+    again = 1 - kept / all_weights if all_weights else 0.0
+    generations = 2 if paged == 1.0 else 1
+    return Held(roles, host, generations * paged * pages, max(0.0, again), stays, paged)

@@ -3,6 +3,7 @@ blocks free and cost that are computed again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -143,6 +144,14 @@ class Lane:
             for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True)
             for policy, number in zip(self.policies, numbers, strict=True)
         )
+
+    def kept(self, rank: int, flying: Sequence[int], counts: Sequence[Counts]) -> tuple[float, bool]:
+        """Bytes of a row that wait for a backward on a rank, and whether it computes a block again as a whole.
+        `flying`: microbatches of each of its stages that are under way."""
+        places = range(rank, len(self.works), self.ranks)
+        saved = (self.cuts.sizes[place].saved["none"] - self.freed(place, counts[place]) for place in places)
+        kept = math.fsum(number * nbytes for nbytes, number in zip(saved, flying, strict=True))
+        return kept, any(self.holds_a_block(place, counts[place]) for place in places)
 
     def holds_a_block(self, stage: int, counts: Counts) -> bool:
         """Whether backward has a block of a stage whole while all before it still keep what they keep: where the last

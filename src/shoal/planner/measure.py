@@ -238,7 +238,8 @@ def here(
     inside = newest(reach for each in told for reach in each.inside)
     across = newest(reach for each in told for reach in each.across)
     update_rate = found.bandwidth * on_host
-    host = Host(what, on_host, _link(inside), memory, found.to_host, found.disk, update_rate)
+    scratch = str(folder() / "pages")  # beside what the disk was measured with
+    host = Host(what, on_host, _link(inside), memory, found.to_host, found.disk, update_rate, scratch=scratch)
     return Cluster(
         "here",
         (host,) * max(1, ranks // on_host),

@@ -27,7 +27,7 @@ from shoal.planner.recording import Recording
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
 
-BUDGET, HOST, DISK = "plan.memory.device", "host memory", "plan.memory.disk"
+BUDGET, GPU, HOST, DISK = "plan.memory.device", "GPU memory", "host memory", "plan.memory.disk"
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,16 @@ class Prediction:
     def free(self) -> int:
         """Bytes left of the memory that is shortest."""
         return min(fit.free for fit in self.fits)
+
+    def lacking(self, most: float) -> str:
+        """Says what is too much, where a rank needs more than `most` bytes of its device, or ranks more than their host
+        has; else "". Without a GPU the device is a part of the host's memory."""
+        fits, nbytes = {fit.memory: fit for fit in self.fits}, self.need.total("device")
+        if GPU not in fits:
+            nbytes += self.need.total("host")
+        elif fits[HOST].free < 0:
+            return f"a dry run counts {fits[HOST].needed / 2**30:,.1f} GiB of a host"
+        return f"a dry run counts {nbytes / 2**30:,.1f} GiB" if nbytes > most else ""
 
 
 def predict(
@@ -136,7 +146,7 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
         free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
         yield Fit(DISK, need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
     if machine.device is not None:
-        yield Fit("GPU memory", need.total("device"), machine.device)
+        yield Fit(GPU, need.total("device"), machine.device)
         yield Fit(HOST, need.total("host", machine.ranks), machine.host)
     else:
         yield Fit(HOST, need.total("device", machine.ranks) + need.total("host", machine.ranks), machine.host)

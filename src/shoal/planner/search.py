@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 
 from shoal.errors import UserError
@@ -20,10 +21,12 @@ from shoal.plan import option_name, option_parameters
 from shoal.planner.degrees import Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.lanes import alone
-from shoal.planner.task import Choice, Estimate, Found, Task, spoken
+from shoal.planner.task import Choice, Estimate, Found, Offload, Task, spoken
 
 BEST = 12
 """Candidates that are kept for the simulation of events."""
+WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the activations that wait on the host, that are tried."""
 LONGEST = 64
 """Microbatches of more rows are not tried: products are at their best rate long before."""
 
@@ -58,15 +61,19 @@ class Search(Estimates):
         self._best = []
         nearest: Estimate | None = None
         priced = bounded = 0
-        host = 0.8 * min(host.memory / host.count for host in self.task.cluster.hosts)
         for bound, _, spread in bounds:
             if bound >= self._worst:
                 bounded += 1
                 continue
+            enough: set[Choice] = set()
             for choice in self.choices(spread):
+                if choice.offload and any(each in enough for each in _nearer(choice, choice.offload)):
+                    continue
                 estimate = self.estimate(choice)
                 priced += 1
-                if estimate.bytes > self.task.most or estimate.on_host > host:
+                if (fits := self.fits(estimate)) and (choice.offload or self._at_ease(estimate)):
+                    enough.add(choice)
+                if not fits:
                     if nearest is None or estimate.bytes < nearest.bytes:
                         nearest = estimate
                 elif estimate.seconds < self._worst:
@@ -75,6 +82,16 @@ class Search(Estimates):
         ranked = [self.simulated(each) for _, _, each in sorted(self._best, reverse=True)]
         ranked.sort(key=lambda each: each.seconds)  # stable: of equal ones the first stays
         return Found(tuple(ranked), priced, len(bounds), bounded, nearest)
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""
+        if self.prices.slowest.on_host:
+            return estimate.bytes + estimate.on_host <= self.task.most
+        return estimate.bytes <= self.most(estimate.choice) and estimate.on_host <= self.task.cluster.host_memory
+
+    def _at_ease(self, estimate: Estimate) -> bool:
+        """Whether nothing is computed again but what a pin says."""
+        return estimate.choice.recompute == "none" or "recompute" in self.task.pins
 
     @property
     def _worst(self) -> float:
@@ -112,7 +129,9 @@ class Search(Estimates):
             schedules = [(name, int(chunks))]
         return [(name, chunks) for name, chunks in schedules if chunks * spread.stages <= pieces]
 
-    def _tiers(self, spread: Spread) -> list[tuple[int, int | None, bool]]:
+    def _tiers(self, spread: Spread) -> list[tuple[int, int | None, Offload | None]]:
+        """ZeRO stages, how many ranks share a copy, and what lies elsewhere than on the device, in that order: from as
+        little as can be on."""
         pins, cluster = self.task.pins, self.task.cluster
         stages = [0] if spread.replicas == 1 else [0, 1, 2, 3]
         stages = [pins["zero"]] if "zero" in pins else stages
@@ -122,13 +141,33 @@ class Search(Estimates):
             shards = [pins["shard"]]
         elif 1 < within < spread.copies and spread.copies % within == 0 and spread.experts <= within * spread.tokens:
             shards.append(within)
-        on_host = [False] if any(device.on_host for device in cluster.devices) else [False, True]
-        on_host = [pins["memory"] is not None] if "memory" in pins else on_host
         return [
             (zero, shard if zero else None, offload)
-            for zero, shard, offload in product(stages, shards, on_host)
-            if zero or shard == shards[0]
+            for zero, shard, offload in product(stages, shards, self.offloads)
+            if (zero or shard == shards[0]) and (not offload or zero in (0, stages[-1]))  # it cuts as ZeRO 3 does
         ]
+
+    @cached_property
+    def offloads(self) -> list[Offload | None]:
+        """What may lie elsewhere than on the device. Within a tier the chunks that fit stay (see held), so all that is
+        chosen is how many bytes that is, the share of the activations, and whether there is a disk."""
+        pins, cluster = self.task.pins, self.task.cluster
+        if "memory" in pins:
+            said = pins["memory"]
+            return [None if said is None else Offload.of(said, self.task.most)]
+        scratch = cluster.hosts[0].scratch if cluster.disk else None
+        if any(device.on_host for device in cluster.devices):  # one memory: only a disk has more
+            return [None, *([] if scratch is None else [Offload(disk=scratch)])]
+        on_host = [Offload(self.task.most, activations=share) for share in WAITING]
+        on_disk = [replace(each, host=cluster.host_memory, disk=scratch) for each in on_host]
+        return [None, *on_host, *([] if scratch is None else on_disk)]
+
+
+def _nearer(choice: Choice, away: Offload) -> list[Choice]:
+    """Choices that keep more nearer by than `choice`: where they fit, nothing is to go farther. Everything on the
+    device, or on the host what would go to the disk."""
+    on_host = [] if away.disk is None else [replace(away, host=None, disk=None)]
+    return [replace(choice, offload=each) for each in (None, *on_host)]
 
 
 def search(task: Task) -> Found:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.chunks import budget
 from shoal.plan import Option, Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import PINS, Spread
@@ -76,6 +77,45 @@ class Task:
         return self.limit if self.limit is not None else USABLE * self.cluster.memory
 
 
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Weights, masters and optimizer state at home on the host, as `plan.memory` says. Bytes of a rank: what it may use
+    of its `device` and of its `host`, None for no limit; `disk`: the directory of what the host does not hold, None
+    for none; `activations`: the share of them that waits on the host."""
+
+    device: float | None = None
+    host: float | None = None
+    disk: str | None = None
+    activations: float = 0.0
+
+    @classmethod
+    def of(cls, option: Option, most: float) -> Offload:
+        """What a plan's `memory` says; "auto" is `most`. Raises UserError for what it says wrong."""
+        if option == "auto":
+            return cls(most)
+        said = budget(option, torch.device("cpu"))
+        assert said is not None
+        wants = isinstance(option, Mapping) and option.get("device") == "auto"
+        disk = None if said.disk is None else str(said.disk.path)
+        return cls(most if wants else said.device, said.host, disk, said.activations)
+
+    def table(self) -> dict[str, Any]:
+        """The plan's `memory`; less rather than more."""
+        limits = {"device": self.device, "host": self.host}
+        said: dict[str, Any] = {key: _rounded(nbytes) for key, nbytes in limits.items() if nbytes is not None}
+        if self.disk is not None:
+            said["disk"] = self.disk
+        return said | ({"activations": self.activations} if self.activations else {})
+
+
+def _rounded(nbytes: float) -> str:
+    """Whole MiB, or KiB where that would leave out much."""
+    return f"{int(nbytes / MIB)}MiB" if nbytes >= 2**30 else f"{int(nbytes / 2**10)}KiB"
+
+
 USABLE = 0.92
 """Share of a device's memory that a plan may fill: the rest is the driver's and the allocator's."""
 
@@ -83,8 +123,8 @@ USABLE = 0.92
 @dataclass(frozen=True)
 class Choice:
     """A point of the search space. `shard`: ranks of `spread.copies` that share one copy of the state; `chunks`: stages
-    of a rank; `offload`: weights, masters and state at home on the host. What prices find of it: `stages`, blocks of
-    each stage; `recompute`; and `shares` of the replicas."""
+    of a rank; `offload`: what is at home on the host, None where nothing is. What prices find of it: `stages`, blocks
+    of each stage; `recompute`; and `shares` of the replicas."""
 
     spread: Spread
     microbatch: int
@@ -93,9 +133,14 @@ class Choice:
     recompute: Option = "none"
     schedule: str = "1f1b"
     chunks: int = 1
-    offload: bool = False
+    offload: Offload | None = None
     stages: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+
+    @property
+    def on_device(self) -> float:
+        """The share of what backward keeps that waits on the device."""
+        return 1.0 - (self.offload.activations if self.offload else 0.0)
 
     def plan(self, pins: Mapping[str, Any]) -> Plan:
         """The plan as a job file has it, with what was pinned beside the search."""
@@ -110,7 +155,7 @@ class Choice:
             others["schedule"] = named if usual == self.chunks else {"name": named, "chunks": self.chunks}
             others["stages"] = list(self.stages)
         if self.offload:
-            others["memory"] = {}
+            others["memory"] = self.offload.table()
         kept = {key: value for key, value in pins.items() if key not in (*PINS, "context")}
         return self.spread.plan(**{**others, **kept})
 
@@ -118,15 +163,16 @@ class Choice:
 @dataclass(frozen=True)
 class Estimate:
     """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
-    device, and `on_host` of it at home there; `wire`: bytes that a rank sends in a step, by what its ranks divide;
-    `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated in each way,
-    and `stages`: seconds of a microbatch's forward and backward; `message`: of one between two. `forward`: the part of
-    computing that forwards are."""
+    device, and `on_host` and `on_disk` of it at home there; `wire`: bytes that a rank sends in a step, by what its
+    ranks divide; `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated
+    in each way, and `stages`: seconds of a microbatch's forward and backward; `message`: of one between two. `forward`:
+    the part of computing that forwards are."""
 
     choice: Choice
     terms: Mapping[str, float]
     memory: Mapping[str, float]
     on_host: float
+    on_disk: float
     wire: Mapping[str, float]
     microbatches: int
     again: tuple[Mapping[str, int], ...] = ()

@@ -1,0 +1,165 @@
+"""What lies elsewhere than on the device: by closed forms what the plan of moves, the placement of pages and a dry run
+say of the same chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from shoal.chunks.movement import fetched, plan
+from shoal.models import build
+from shoal.plan import Plan
+from shoal.planner import Machine, Subject, predict
+from shoal.planner.ask import numbers_of
+from shoal.planner.cluster import Cluster, Device, Host, Link
+from shoal.planner.dry_run import dry_run
+from shoal.planner.explain import explain
+from shoal.planner.held import Held
+from shoal.planner.profile import profile
+from shoal.planner.search import Search, search
+from shoal.planner.task import Choice, Estimate, Offload, Task
+from shoal.precision import precision
+from tests.planner.models import GIB, MIB, cluster, model, task
+
+BLOCKS, NUMBER = 6, 3
+ALONE = cluster(hosts=1, count=1)
+STATE = 8 * 10e6 * (2 + 4 + 4 + 8)
+"""Bytes of weights, gradients, masters and optimizer state of the model of these tests."""
+
+
+def priced(asked: Task, offload: Offload | None) -> tuple[Search, Choice, Estimate]:
+    found = Search(asked)
+    (spread,) = found.spreads()
+    choice = Choice(spread, 2, offload=offload)
+    return found, choice, found.estimate(choice)
+
+
+def held_of(asked: Task, offload: Offload) -> Held:
+    found, choice, _ = priced(asked, offload)
+    lane = found.lane(choice)
+    return found._held(choice, lane, 0, lane.none(), 1)
+
+
+@pytest.mark.parametrize("fit", range(4, 9))
+def test_weights_come_as_often_as_the_plan_of_moves_brings_them(fit: int) -> None:
+    pieces, number, size = 8, 4, 20_000_000
+    once = [frozenset({each}) for each in (*range(pieces), *reversed(range(pieces)))]
+    wanted = fetched(plan(once * number, [size] * pieces, fit * size), [size] * pieces)
+    least = held_of(task(on=ALONE), Offload(0.0)).device
+    room = sum(least.values()) - least["weights in use"] + fit * size
+    has = held_of(task(on=ALONE), Offload(room))
+    assert has.stays == 0 and has.times(number) * pieces * size == pytest.approx(wanted, rel=0.02)
+
+
+def test_what_is_left_keeps_state_until_nothing_moves() -> None:
+    found, before = [], None
+    for memory in (0.65, 0.7, 1.0, 1.5, 2.0, 4.0):
+        has = held_of(task(on=ALONE), Offload(memory * GIB))
+        found.append(has)
+        assert sum(has.device.values()) <= memory * GIB
+        if before is not None:
+            assert has.times(2) <= before.times(2) and has.stays >= before.stays and has.host <= before.host
+        before = has
+    first, last = found[0], found[-1]
+    assert first.stays == 0 and first.again > 0 and first.host == pytest.approx(STATE)
+    assert last.stays == 1 and last.times(2) == 0 and last.host == 0
+    assert sum(last.device[role] for role in ("weights", "gradients", "masters", "optimizer state")) >= STATE
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_activations_that_wait_on_the_host_leave_their_room(share: float) -> None:
+    asked = task(on=ALONE)
+    whole, less = held_of(asked, Offload(0.6 * GIB)), held_of(asked, Offload(0.6 * GIB, activations=share))
+    assert less.device["activations"] == pytest.approx((1 - share) * whole.device["activations"])
+    state = STATE * (1 - less.stays) + share * whole.device["activations"]
+    assert less.host == pytest.approx(state) and less.times(2) < whole.times(2)
+    assert priced(asked, Offload(0.6 * GIB, activations=share))[2].terms["offload"] > 0
+
+
+def test_the_disk_has_what_the_host_has_no_room_for() -> None:
+    small = replace(ALONE.hosts[0], memory=GIB, disk=2e9)
+    asked = task(on=replace(ALONE, hosts=(small,)), rows=4)
+    asked = replace(asked, limit=0.6 * GIB)
+    best = search(asked).best[0]
+    away = best.choice.offload
+    assert away is not None and away.disk == "/tmp/shoal" and away.host == pytest.approx(0.8 * GIB)
+    assert 0 < best.on_disk < STATE and best.on_host <= 0.8 * GIB * 1.001
+    assert best.choice.plan({}).memory["disk"] == "/tmp/shoal"
+    roomy = replace(asked, cluster=replace(ALONE, hosts=(replace(small, memory=64 * GIB),)))
+    faster = search(roomy).best
+    assert faster[0].seconds < best.seconds
+    assert all(each.choice.offload is None or each.choice.offload.disk is None for each in faster)
+
+
+def test_more_of_a_tier_is_never_slower() -> None:
+    base = replace(ALONE.hosts[0], memory=2 * GIB, disk=2e9)
+
+    def seconds(host: Host, limit: float = 0.7 * GIB) -> float:
+        return search(replace(task(on=replace(ALONE, hosts=(host,)), rows=8), limit=limit)).best[0].seconds
+
+    for key, values in {
+        "memory": (1 * GIB, 2 * GIB, 8 * GIB),
+        "disk": (5e8, 2e9, 8e9),
+        "to_host": (1e9, 1e10, 1e11),
+    }.items():
+        found = [seconds(replace(base, **{key: value})) for value in values]  # type: ignore[arg-type]
+        assert found == sorted(found, reverse=True), key
+    found = [seconds(base, limit * GIB) for limit in (0.5, 0.6, 0.8, 1.0, 1.5, 3.0)]
+    assert found == sorted(found, reverse=True) and found[0] > found[-1]
+
+
+def test_what_is_pinned_is_taken_as_it_is() -> None:
+    pins = {"memory": {"device": "600MiB", "activations": 0.5}}
+    best = search(task(on=ALONE, pins=pins)).best
+    assert {each.choice.offload for each in best} == {Offload(600 * MIB, activations=0.5)}
+    assert all(each.choice.plan(pins).memory == pins["memory"] for each in best)
+    assert all(sum(each.memory.values()) <= 600 * MIB for each in best)
+    assert all(each.choice.offload is None for each in search(task(on=ALONE, pins={"memory": None})).best)
+
+
+def test_a_host_without_an_accelerator_has_a_disk_alone() -> None:
+    device = Device("cores", {"bf16": 1e11}, 2 * GIB, 1e10, launch=1e-5, on_host=True)
+    host = Host(device, 1, Link(1e-6, 1e9), int(1.2 * GIB), 1e10, disk=1e9, scratch="/scratch")
+    asked = task(model(saved=2 * MIB), Cluster("cores", (host,), Link(1e-5, 1e9)), rows=2)
+    best = search(asked).best
+    assert best and all(each.choice.offload == Offload(disk="/scratch") for each in best)
+    assert best[0].on_disk == pytest.approx(2 * 8 * 10e6 * (4 + 8)), "two generations of every page"
+    assert best[0].bytes + best[0].on_host <= asked.most
+    with pytest.raises(Exception, match="no plan fits"):
+        search(replace(asked, cluster=replace(asked.cluster, hosts=(replace(host, disk=0.0),))))
+
+
+def test_the_largest_model_counts_all_tiers() -> None:
+    blocks = []
+    for memory, disk in ((2 * GIB, 0.0), (8 * GIB, 0.0), (2 * GIB, 2e9)):
+        host = replace(ALONE.hosts[0], memory=memory, disk=disk)
+        asked = task(on=replace(ALONE, hosts=(host,)), rows=2, limit=0.6 * GIB)
+        blocks.append(explain(asked, search(asked).best[0], [], margins=False).blocks)
+    assert blocks[0] is not None and blocks[0] < blocks[1] and blocks[0] < blocks[2]
+
+
+def test_a_dry_run_says_as_much() -> None:
+    made = build({"name": "gpt", "layers": 8, "d_model": 256, "heads": 4, "vocab_size": 512, "sequence": 128})
+    row = {key: torch.zeros(128, dtype=torch.int64) for key in ("input_ids", "labels")}
+    subject = Subject(made.factory, made.loss, row, 2, precision("bf16"), Plan())
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    device = Device("toy", {"bf16": 1e13}, 1 << 40, 5e11)
+    host = Host(device, 1, Link(5e-6, 1e10), 1 << 40, 1e10, disk=1e9, scratch="/tmp")
+    traced = profile(replace(subject, microbatch=1), ())
+    asked = Task(traced, Cluster("toy", (host,), Link(1e-5, 1e9)), 4, numbers_of(subject.precision, optimizer))
+    host_bytes = 60 * MIB
+    for away in (Offload(64 * MIB), Offload(64 * MIB, host_bytes, "/tmp"), Offload(64 * MIB, None, "/tmp", 0.5)):
+        _, choice, estimate = priced(replace(asked, limit=64 * MIB), away)
+        planned = replace(choice.plan({}), recompute="none")
+        counted = predict(
+            dry_run(replace(subject, plan=planned)), optimizer, planned, subject.precision, Machine(1 << 40, 1 << 40), 2
+        ).need
+        apart = 12 * MIB  # chunks are whole, and three pages at a time are on their way
+        has = held_of(replace(asked, limit=64 * MIB), away)
+        home = counted.total("host") - has.stays * 18 * traced.parameters
+        assert estimate.on_host == pytest.approx(home, abs=apart)
+        assert estimate.on_disk == pytest.approx(counted.total("disk"), abs=apart)
+        assert counted.total("disk") > 0 or away.disk is None
