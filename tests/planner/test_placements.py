@@ -17,6 +17,7 @@ from shoal.planner.elimination import cheapest
 from shoal.planner.operators import problem_of
 from shoal.planner.placements import best, redistributed
 from tests.planner.placing import MODELS, by_milp, rates, trace_of
+from tests.planner.untied import untied
 
 RANKS = 2
 
@@ -160,6 +161,26 @@ def test_what_is_found_is_the_optimum_of_the_integer_program(name: str, bandwidt
     problem = problem_of(trace_of(name), rates(bandwidth))
     found = best(problem)
     assert found.seconds == pytest.approx(by_milp(problem), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [
+        ("mlp", 3e10),
+        ("gpt", 1e9),
+        *(
+            pytest.param(name, bandwidth, marks=pytest.mark.matrix)
+            for name in (*MODELS, "opt", "mistral", "t5", "vit", "torchvision resnet18")
+            for bandwidth in (1e12, 3e10, 1e9)
+        ),
+    ],
+)
+def test_what_tying_backward_to_forward_loses_is_counted(name: str, bandwidth: float):
+    trace = trace_of(name)
+    tied, free = best(problem_of(trace, rates(bandwidth))).seconds, by_milp(untied(trace, rates(bandwidth)))
+    loses = tied / free - 1
+    assert -1e-9 < loses < (0.07 if name == "mlp" else 0.005)
+    assert loses > 0.06 or (name, bandwidth) != ("mlp", 3e10), "there it does lose something"
 
 
 def layers(name: str, bandwidth: float, **others: object) -> dict[str, str]:

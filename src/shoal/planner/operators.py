@@ -111,11 +111,15 @@ class _Making:
                 current[id(each)] = _Made(at, result, each)
         for each in tensors_in(self._trace.calls[0].result):
             last = current.get(id(each))
-            if last is not None and last.op >= 0:  # the loss takes parts, but no summands
-                given = [way.outputs[last.result] for way in self._ways[last.op]]
-                self._problem.alone[last.op] += [
-                    self._moved(each, (lies, lies.dual), (lies.dual, lies.dual)) for lies in given
-                ]
+            if last is not None and last.op >= 0:
+                self._at_the_end(last, each)
+
+    def _at_the_end(self, last: _Made, result: Tensor) -> None:
+        """The loss takes parts, but no summands."""
+        given = [way.outputs[last.result] for way in self._ways[last.op]]
+        self._problem.alone[last.op] += [
+            self._moved(result, (lies, lies.dual), (lies.dual, lies.dual)) for lies in given
+        ]
 
     def _connect(self, made: _Made, users: Sequence[tuple[int, list[int]]]) -> None:
         tensor, problem = made.tensor, self._problem
