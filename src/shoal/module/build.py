@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ArgumentError, UserError
+from shoal.module.blank import Unfilled, on_meta
+from shoal.module.known_calls import KnownCalls
 from shoal.module.record import (
     ONE_AT_A_TIME,
     Record,
@@ -35,6 +37,9 @@ from shoal.module.record import (
     storage_of,
 )
 
+HIDDEN = "it keeps modules that are not registered"
+"""Why a model cannot be made on fake tensors."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -42,7 +47,7 @@ class Built:
 
     module: on fake tensors if recorded
     value: value(name, tensor) gives a parameter's or buffer's initial value on the CPU, as the factory made it
-    how: "recorded", "given" (a ready module), or why the factory had to run on the CPU
+    how: "recorded", "without values", "given" (a ready module), or why the factory had to run on the CPU
     given: tensors that this process made itself: all of a module that is not recorded, the constants of one that is
     """
 
@@ -55,7 +60,21 @@ class Built:
 def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     """Builds `model`, a factory without arguments or a ready module. Raises UserError for parameters that cannot be
     trained."""
-    built = _build(model, seed)
+    return _checked(_build(model, seed))
+
+
+def build_blank(factory: Callable[[], nn.Module]) -> Built:
+    """Builds as `build` does a model whose initial values nobody asks for. Raises UserError as `build`."""
+    try:
+        module = _blank(factory)
+    except UserError:
+        raise
+    except Exception:  # a constructor may fail on fake tensors in its own way
+        return build(factory, 0)
+    return _checked(Built(module, lambda name, tensor: tensor.detach(), "without values"))
+
+
+def _checked(built: Built) -> Built:
     for name, parameter in built.module.named_parameters():
         if parameter.is_complex():
             raise UserError(
@@ -69,8 +88,7 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
 def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Makes a model on the meta device; None where it cannot be made without values."""
     try:
-        with torch.device("meta"):
-            return factory()
+        return on_meta(factory)
     except (NotImplementedError, RuntimeError, ValueError, TypeError):
         return None
 
@@ -119,6 +137,21 @@ class _Copies(TorchFunctionMode):
         return memo[id(tensor)]
 
 
+def _blank(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Runs `factory` on fake tensors, which stay unfilled. Raises whatever it raises there."""
+    mode = _Mode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # KnownCalls keeps more, and sooner
+    fakes = mode, KnownCalls(mode), Unfilled()
+    with ExitStack() as stack:
+        for each in (_seeded(seed_of(0, "the record")), *fakes, rejection_sampling_whole(None), conversion_by_data()):
+            stack.enter_context(each)
+        with _Copies():
+            module = _made(factory())
+    if _hides_fakes(module):
+        raise Unrecordable(HIDDEN)
+    return module
+
+
 def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     """Runs `factory` on fake tensors. Raises whatever it raises if it cannot be recorded."""
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
@@ -127,8 +160,8 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
         with mode, record, rejection_sampling_whole(record), conversion_by_data(), _Copies():
             module = _made(factory())
     kept = _kept_tensors(module)
-    if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):
-        raise Unrecordable("it keeps modules that are not registered")
+    if _hides_fakes(module):
+        raise Unrecordable(HIDDEN)
     if not all(record.makes(t) for _, t in kept if isinstance(t, FakeTensor)):
         raise Unrecordable("it makes a tensor of the storage of another one, as copy.copy does")
     names = {storage_of(t): name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
@@ -161,6 +194,10 @@ def _hidden(module: nn.Module) -> list[nn.Module]:
     """Returns the modules in plain attributes (in a list, say) that are not registered anywhere."""
     registered = set(module.modules())
     return [leaf for _, leaf in _attributes(module) if isinstance(leaf, nn.Module) and leaf not in registered]
+
+
+def _hides_fakes(module: nn.Module) -> bool:
+    return any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden))
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.errors import UserError, did_you_mean
@@ -110,7 +109,7 @@ def as_written() -> AbstractContextManager[Any]:
 
     A graph would hide them, and dynamo never compiles again what it once met under an observer.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else nullcontext()
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
@@ -130,7 +129,7 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
                 "gathering of weights (plan.zero = 3, plan.memory) into its graph: wrap it, torch.compile(part), "
                 "compile its forward, part.forward = torch.compile(part.forward), or set plan.compile"
             )
-        if isinstance(part, OptimizedModule) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
+        if _is_optimized(part) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
             found.append(part)
             inside |= {id(inner) for inner in part.modules()}
     return found
@@ -169,3 +168,9 @@ def _branch(
     if torch.compiler.is_exporting():
         return _torch_cond(pred, true_fn, false_fn, operands)
     return (true_fn if isinstance(pred, FakeTensor) or bool(pred) else false_fn)(*operands)
+
+
+def _is_optimized(part: nn.Module) -> bool:
+    """Whether `torch.compile` has made it. Nothing has where torch._dynamo is not there, which takes a second."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
+    return loaded is not None and isinstance(part, loaded.OptimizedModule)

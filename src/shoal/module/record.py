@@ -42,14 +42,16 @@ def seed_of(seed: int, name: str) -> int:
 
 
 @contextmanager
-def rejection_sampling_whole(record: Record) -> Iterator[None]:
-    """Records `nn.init.trunc_normal_` as one operation: it looks at the values it drew, which fake tensors do not
-    have."""
+def rejection_sampling_whole(record: Record | None) -> Iterator[None]:
+    """Makes `nn.init.trunc_normal_` one operation, which is recorded: it looks at the values it drew, which fake
+    tensors do not have."""
     original = nn.init._no_grad_trunc_normal_
 
     def stand_in(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return original(tensor, *args, **kwargs)
+        if record is None:
+            return tensor
         return record.noted(lambda: tensor, original, (tensor, *args), kwargs)
 
     nn.init._no_grad_trunc_normal_ = stand_in

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import nn
 
+from shoal.module.blank import on_meta
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import Plan
 from shoal.planner.depth import REPEATED, SHALLOW, Blocks, Shift, more_events, more_parameters, repeated
@@ -27,8 +27,7 @@ def blocks_by_stage(shallow: Callable[[], nn.Module], number: int, plan: Plan) -
     given = given_stages(plan)
     if given is not None and not all(isinstance(each, int) for each in given):
         return None
-    with torch.device("meta"):
-        units = units_of(shallow())
+    units = units_of(on_meta(shallow))
     places = [place for place, unit in enumerate(units) if unit.is_block]
     if len(places) != SHALLOW:
         return None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.chunks.assign import Described
+from shoal.module.blank import on_meta
 from shoal.planner.recording import Event, Recording
 from shoal.precision import Precision
 
@@ -47,8 +48,7 @@ def alike_blocks(
 ) -> Blocks | None:
     """The blocks of the model of the factory `deep` if they are those of `shallow` with more of the same in the
     middle, else None."""
-    with torch.device("meta"):
-        small, large = shallow(), deep()
+    small, large = on_meta(shallow), on_meta(deep)
     few, many = _block_list(small), _block_list(large)
     if few is None or many is None or few[0] != many[0] or len(few[1]) != SHALLOW or len(many[1]) <= SHALLOW:
         return None

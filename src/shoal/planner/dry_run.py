@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
-from shoal.module.build import build
+from shoal.module.build import build_blank
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
@@ -38,7 +38,7 @@ def dry_run(subject: Subject) -> Recording:
     if subject.plan.pipelined:
         place = Mesh(subject.plan, subject.rank, subject.plan.size).rank("pp")
         return dry_run_stages(subject).of(schedule_of(subject.plan, 1).stages_of(place))
-    with in_one_line(), prepared(build(subject.factory, 0), subject) as ready:
+    with in_one_line(), prepared(build_blank(subject.factory), subject) as ready:
         events = run(ready, subject)
         return Recording(
             ready.whole,
@@ -55,7 +55,7 @@ def dry_run_stages(subject: Subject) -> Staged:
     """Runs one microbatch of `subject` through the stages of its pipeline, each alone. Raises UserError as
     `dry_run`."""
     with in_one_line():
-        built, schedule = build(subject.factory, 0), schedule_of(subject.plan, 1)
+        built, schedule = build_blank(subject.factory), schedule_of(subject.plan, 1)
         units = units_of(built.module)  # of the whole model, before its layers are cut
         cut = stages_of(units, schedule.stages, given_stages(subject.plan))
         with prepared(built, subject) as ready:

@@ -23,12 +23,14 @@ class Family:
     - `member(i)`, i >= 1: the `[model]` table of the i-th size
     - `own`: the size nearest to the model that the family was made from
     - `depth`: the setting that is the number of blocks, None where blocks are no modules of their own
+    - `growth`: the power of the size that memory about grows with
     """
 
     rule: str
     member: Callable[[int], dict[str, Any]]
     own: int
     depth: str | None = None
+    growth: int = 3
 
 
 def family(table: Mapping[str, Any], values: Mapping[str, Any]) -> Family | None:
@@ -46,7 +48,7 @@ def family(table: Mapping[str, Any], values: Mapping[str, Any]) -> Family | None
         )
     key = "num_hidden_layers"
     if name == "hf" and isinstance(values.get(key), int):
-        return Family("more layers of the same width", lambda size: {**table, key: size}, values[key], key)
+        return Family("more layers of the same width", lambda size: {**table, key: size}, values[key], key, growth=1)
     return None
 
 
@@ -77,36 +79,42 @@ def _by_width(table: Mapping[str, Any], values: Mapping[str, Any]) -> Callable[[
     return member
 
 
-def largest(free: Callable[[int], int], most: int = 2**12, known: Mapping[int, int] | None = None) -> int:
+def largest(
+    free: Callable[[int], int], most: int = 2**12, known: Mapping[int, int] | None = None, growth: int = 2
+) -> int:
     """Finds the largest size from 1 to `most` of which `free(size)`, bytes that are left, is not below 0; 0 if there is
-    none. What is left falls with the size. Few sizes are asked for, as each takes time: the next is where a parabola
-    through known ones meets 0, every third the middle.
+    none. What is left falls with the size, by about its power `growth`. Few sizes are asked for, as each takes time:
+    the next is where a curve through known ones meets 0, every seventh the middle.
 
-    `known`: what is left of some sizes; of size 0 that is what there is for a model.
+    `known`: what is left of some sizes; of the smallest of them that is what there is for a model, as of size 0.
     """
     left = dict(known or {})
     low = max((size for size in left if left[size] >= 0), default=0)
     high = min((size for size in left if left[size] < 0), default=most + 1)
     while high - low > 1:
-        size = min(max(_guess(left, low, high), low + 1), high - 1)
+        size = min(max(_guess(left, low, high, growth), low + 1), high - 1)
         left[size] = free(size)
         low, high = (size, high) if left[size] >= 0 else (low, size)
     return low
 
 
-def _guess(left: Mapping[int, int], low: int, high: int) -> int:
+def _guess(left: Mapping[int, int], low: int, high: int, growth: int) -> int:
     """Guesses between `low` and `high`; where `high` is not known to be too large, at most `AHEAD` times `low`."""
-    if high in left and len(left) % 3 == 0:
+    if high in left and len(left) % 7 == 0:
         return (low + high) // 2
-    points = [(size, left[size]) for size in sorted(left, key=lambda size: abs(size - low))[:3]]
-    if len(points) == 2 and 0 in left:
-        points.append(
-            (-points[1][0] or -points[0][0], min(each for _, each in points))
-        )  # as if it grew with the square
-    if len(points) < 2:
+    if len(left) < 2:
         return AHEAD * low
+    least = min(left)
+    points = [(size, left[size]) for size in sorted(left, key=lambda size: abs(size - low))[: max(3, growth + 1)]]
+
+    def through(size: int) -> float:
+        if len(left) > 2 or growth == 1:
+            return _through(points, size)
+        other = max(left)
+        return left[least] + (left[other] - left[least]) * ((size - least) / (other - least)) ** growth
+
     limit = high if high in left else min(high, AHEAD * low + 1) if low else high
-    return bisect_left(range(limit), True, low + 1, key=lambda size: _through(points, size) < 0) - 1
+    return bisect_left(range(limit), True, low + 1, key=lambda size: through(size) < 0) - 1
 
 
 def _through(points: Sequence[tuple[int, int]], size: int) -> float:

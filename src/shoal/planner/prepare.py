@@ -19,11 +19,11 @@ from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
 from shoal.errors import ShoalError, UserError
 from shoal.module.build import Built
+from shoal.module.known_calls import KnownCalls
 from shoal.module.random import keyed_functional
 from shoal.optim.groups import GroupRule
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
-from shoal.planner.known_calls import KnownCalls
 from shoal.precision import Precision
 from shoal.training.loss import Loss
 
@@ -89,6 +89,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
+    mode.cache_enabled = False  # KnownCalls keeps more, and sooner
     world, rules, precision = SilentWorld(subject.rank, subject.plan.size), subject.tensor_rules, subject.precision
     check_rules(module, rules or {})
     check_placements(module, subject.plan.placements or {})
@@ -100,7 +101,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         local = localize(model, among, plain, rules=rules, in_stages=False)
         parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)
-        stack.enter_context(KnownCalls())
+        stack.enter_context(KnownCalls(mode))
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))

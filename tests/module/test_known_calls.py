@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal import Plan
-from shoal.planner import Subject, dry_run, known_calls, prepare
-from shoal.planner.known_calls import KnownCalls
+from shoal.module import known_calls
+from shoal.module.known_calls import KnownCalls
+from shoal.planner import Subject, dry_run, prepare
 from shoal.precision import precision
 from tests.parity.cases import CASES
 
@@ -59,10 +60,10 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("operation", KEPT.values(), ids=KEPT)
 def test_a_known_call_gives_what_the_first_did(operation, asked):
-    with FakeTensorMode():
+    with FakeTensorMode() as fakes:
         x, whole = torch.empty(4, 4), torch.empty(3, dtype=torch.int64)
         plain = look(operation(x, whole), x)
-        with KnownCalls():
+        with KnownCalls(fakes):
             first = look(operation(x, whole), x)
             asked.clear()
             again = look(operation(x, whole), x)
@@ -70,15 +71,33 @@ def test_a_known_call_gives_what_the_first_did(operation, asked):
 
 
 def test_calls_on_other_shapes_are_made(asked):
-    with FakeTensorMode(), KnownCalls():
+    with FakeTensorMode() as fakes, KnownCalls(fakes):
         torch.empty(4, 4).exp()
         assert torch.empty(2, 8).exp().shape == (2, 8) and torch.empty(4, 4).t().exp().stride() == (1, 4)
         one, other = torch.empty(3, dtype=torch.int64) + 1, torch.empty(3, dtype=torch.int64) + 1.0
     assert (one.dtype, other.dtype) == (torch.int64, torch.float32)
 
 
+def test_tensors_are_made_as_torch_makes_them(asked):
+    """Constants keep the one value that can be read of them; what is filled with NaN is known again too."""
+    with FakeTensorMode() as fakes, KnownCalls(fakes):
+        for _ in range(2):
+            asked.clear()
+            made = torch.full((2, 3), float("nan")), torch.empty(5, dtype=torch.int64), torch.tensor([[1.0, 2.0]])
+            assert [(each.shape, each.stride(), each.dtype, each.device.type) for each in made] == [
+                ((2, 3), (3, 1), torch.float32, "cpu"), ((5,), (1,), torch.int64, "cpu"),
+                ((1, 2), (2, 1), torch.float32, "cpu"),
+            ]  # fmt: skip
+            assert type(made[2]) is type(made[0])
+        assert not asked
+        one = torch.tensor(3)
+        assert one.item() == 3
+        one.fill_(5)
+        assert one.item() == 5
+
+
 def test_what_changes_an_argument_is_done_each_time():
-    with FakeTensorMode(), KnownCalls():
+    with FakeTensorMode() as fakes, KnownCalls(fakes):
         for _ in range(2):
             x = torch.empty(4, 2)
             x.t_()
@@ -87,7 +106,7 @@ def test_what_changes_an_argument_is_done_each_time():
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_a_given_result_gets_its_shape_each_time():
-    with FakeTensorMode(), KnownCalls():
+    with FakeTensorMode() as fakes, KnownCalls(fakes):
         for _ in range(2):
             result = torch.empty(1)
             torch.sum(torch.empty(4, 2), dim=0, out=result)

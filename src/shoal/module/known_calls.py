@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 """Operations whose results depend on values, and those that change what an argument looks like."""
+
+LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What `torch.tensor` does to what it has made."""
 
 
 class _Result(NamedTuple):
@@ -39,7 +42,11 @@ _KNOWN: dict[Any, Known | None] = {}
 
 
 class KnownCalls(TorchDispatchMode):
-    """Inside, an operation on fake tensors that has run before is not run again."""
+    """Inside, an operation on tensors of `fakes` that has run before is not run again."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self._fakes = fakes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -48,22 +55,24 @@ class KnownCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls: autograd asks each tensor for it
             return args[0].device
+        if func in LIFTED and type(args[0]) is Tensor:
+            return _lifted(self._fakes, args[0])
         kwargs = kwargs or {}
         given: list[FakeTensor] = []
         try:
             key = _key(func, args, kwargs, given)
-            known = _KNOWN.get(key, self) if given else None
+            known = _KNOWN.get(key, self)
         except TypeError:  # of an argument that is not compared
             known = None
         if known is self:
             out = func(*args, **kwargs)
             is_as_before = _key(func, args, kwargs, []) == key  # not so for results that were given with another shape
-            _KNOWN[key] = _how(func, out, given) if is_as_before else None
+            _KNOWN[key] = _how(func, out, given, self._fakes) if is_as_before else None
             return out
         if known is None:
             return func(*args, **kwargs)
         kind, results = known  # type: ignore[misc]
-        made = _made(results, given)
+        made = _made(results, given, self._fakes)
         return made[0] if kind is FakeTensor else kind(made)
 
 
@@ -84,10 +93,10 @@ def _looks(value: Any, given: list[FakeTensor]) -> Any:
         return tuple([_looks(each, given) for each in value])
     if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError
-    return kind, value  # 1, 1.0 and True are equal
+    return kind, value if value == value else "nan"  # 1, 1.0 and True are equal, and NaN is not
 
 
-def _how(func: Any, out: Any, given: Sequence[FakeTensor]) -> Known | None:
+def _how(func: Any, out: Any, given: Sequence[FakeTensor], fakes: FakeTensorMode) -> Known | None:
     """How to make `out`, what `func` gave for the tensors `given`; None where that is not known."""
     if any(tag in func.tags for tag in BY_VALUES):
         return None
@@ -98,7 +107,7 @@ def _how(func: Any, out: Any, given: Sequence[FakeTensor]) -> Known | None:
         if result is None:
             return None
         found.append(result)
-    for again, each in zip(_made(found, given), outs, strict=True):
+    for again, each in zip(_made(found, given, fakes), outs, strict=True):
         same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(each)
         if not same_keys or again.untyped_storage().nbytes() != each.untyped_storage().nbytes():
             return None
@@ -120,7 +129,7 @@ def _of_one(out: Any, given: Sequence[FakeTensor], before: Sequence[FakeTensor])
     return _Result(None, at, out.shape, out.stride(), int(out.storage_offset()), out.dtype, out.fake_device)
 
 
-def _made(results: Sequence[_Result], given: Sequence[FakeTensor]) -> list[FakeTensor]:
+def _made(results: Sequence[_Result], given: Sequence[FakeTensor], fakes: FakeTensorMode) -> list[FakeTensor]:
     """Makes results of an operation on the tensors `given`."""
     made = list(given)
     for same, inside, shape, stride, offset, dtype, device in results:
@@ -131,5 +140,18 @@ def _made(results: Sequence[_Result], given: Sequence[FakeTensor]) -> list[FakeT
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if inside is not None:
                 empty.set_(made[inside].untyped_storage(), offset, shape, stride)
-            made.append(FakeTensor(given[0].fake_mode, empty, device))
+            made.append(FakeTensor(fakes, empty, device))
     return made[len(given) :]
+
+
+def _lifted(fakes: FakeTensorMode, real: Tensor) -> Tensor:
+    """The fake of a tensor that was just made, which remembers its value where that is a single one. Torch itself
+    imports its compiler first, to give it a name."""
+    is_kept = fakes.may_turn_const(real)
+    with no_dispatch():
+        kept = real.clone() if is_kept else None
+        empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        fake = FakeTensor(fakes, empty, real.device, constant=kept)
+    if is_kept:
+        fakes.fake_tensor_converter.add_constant_storage_mapping(fake)
+    return fake
