@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shoal.doors import initialize_engine
     from shoal.engine import Engine
     from shoal.errors import CheckpointError, LaunchError, RemoteError, ShoalError, TrainingError, UserError
-    from shoal.exchange import as_ddp_hook, as_fsdp2
+    from shoal.exchange import as_ddp_hook
+    from shoal.exchange.as_fsdp2 import as_fsdp2
     from shoal.optim import lr
     from shoal.optim.groups import decay_matrices_only
     from shoal.plan import Plan
@@ -47,7 +48,7 @@ _HOME = {
     "TrainingError": "shoal.errors",
     "UserError": "shoal.errors",
     "as_ddp_hook": "shoal.exchange",
-    "as_fsdp2": "shoal.exchange",
+    "as_fsdp2": "shoal.exchange.as_fsdp2",
     "auto_plan": "shoal.planner.auto",
     "connect": "shoal.server",
     "context": "shoal.server.remote",

@@ -66,7 +66,7 @@ def plan(
     if on is not None:
         if memory or nproc is not None:
             raise UserError("--on says which machine, whose ranks are planned: leave out --memory and --nproc")
-        with imports():
+        with imports(compiled=False):
             from shoal.cli.answer import answer_for
 
         answer_for(job, assignments or [], (on, pins or [], budget, device), as_json, page)
@@ -76,12 +76,12 @@ def plan(
             raise UserError(f"{option} goes with --on: name a machine, such as --on 8xh100")
     given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]
     if not memory:
-        with imports():
+        with imports(compiled=False):
             from shoal.cli.mesh_table import show_mesh
 
         show_mesh(job, given, as_json)
         return
-    with imports():
+    with imports(compiled=False):
         from shoal.cli.memory_table import ask, show
 
     answer = ask(job, given, device, host)
@@ -92,7 +92,7 @@ def plan(
 def _measure(path: Path, others: tuple[object, ...], nproc: int | None, as_json: bool) -> None:
     if any(other not in (None, False, []) for other in others):
         raise UserError("--measure is of this machine, whatever the job: leave out all but --nproc and --json")
-    with imports():
+    with imports(compiled=False):
         from shoal.cli.measured import measure_machine
 
     measure_machine(path, nproc, as_json)
@@ -101,7 +101,7 @@ def _measure(path: Path, others: tuple[object, ...], nproc: int | None, as_json:
 def _compare(run: Path, others: tuple[object, ...], no_learn: bool, as_json: bool) -> None:
     if any(other not in (None, False, []) for other in others):
         raise UserError("--compare takes the job from the run's own record: leave out all but --no-learn and --json")
-    with imports():
+    with imports(compiled=False):
         from shoal.cli.compared import show_compared
 
     show_compared(run, not no_learn, as_json)

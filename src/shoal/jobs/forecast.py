@@ -129,7 +129,7 @@ class Forecast:
 
         few = self._too_few(found, even)
         known = self._known(found, even, few)
-        size = 0 if known[few] < 0 else even * largest(free, known=known)
+        size = 0 if known[few] < 0 else even * largest(free, known=known, growth=found.growth)
         if size <= even * few:
             return Largest(found.rule, None, 0)
         return Largest(found.rule, found.member(size), recorded(size)[0].num_parameters)

@@ -11,16 +11,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shoal.jobs import lazy_dynamo
+
 MANY = 500
 """Modules that one import of torch, or of what Shoal needs of it, brings at least."""
 
 
 @contextmanager
-def imports() -> Iterator[None]:
+def imports(compiled: bool = True) -> Iterator[None]:
     """Context of a command's imports. Nothing is collected inside; if they are the process's own first ones, what they
-    made is never looked at again."""
+    made is never looked at again. `compiled`: the command may run what torch.compile makes; if not, that is imported
+    only if something else asks for it."""
     before, running = len(sys.modules), gc.isenabled()
     gc.disable()
+    if not compiled:
+        lazy_dynamo.later()
     try:
         yield
     finally:

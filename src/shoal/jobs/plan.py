@@ -13,6 +13,7 @@ import torch
 from shoal.device import any_device, free_memory
 from shoal.jobs.choose import Settled, Sizes, settle, with_plan
 from shoal.jobs.forecast import Forecast, Largest
+from shoal.jobs.lazy_dynamo import bytes_to_come
 from shoal.jobs.plans import plan_at
 from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import load_job
@@ -97,7 +98,7 @@ def plan_memory(
     """Predicts the memory of the job file at `path` on this machine. Nothing is trained, and the model takes no memory.
 
     device, host: free bytes of each GPU and of each host to assume instead of this machine's.
-    process: bytes of an interpreter with torch; by default of this process.
+    process: bytes of an interpreter with torch; by default of this process, with what one that trains imports besides.
 
     Raises UserError for an invalid job.
     """
@@ -107,7 +108,8 @@ def plan_memory(
     settled = settle(job, origins, sizes)
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
-    process = read_memory(torch.device("cpu")).bytes if process is None else process
+    if process is None:
+        process = read_memory(torch.device("cpu")).bytes + bytes_to_come()
     forecast = Forecast(settled, machine, process)
     plan = settled.job.plan
     prediction = forecast.predict(plan)
