@@ -15,7 +15,7 @@ from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import from_config, regression
-from shoal.module.build import build
+from shoal.module.build import build, build_blank
 
 
 class Everything(nn.Module):
@@ -374,3 +374,20 @@ def test_complex_numbers_as_pairs_train_as_in_torch(precision):
         optimizer.step()
         optimizer.zero_grad()
     assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 3e-2)
+
+
+def test_a_model_without_values_is_made_as_one_with_them():
+    """Also where the constructor reads a value, so that it cannot be made of fakes."""
+
+    class Reads(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 4)
+            self.scale = float(self.weight.abs().max())
+
+    def look(module):
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        return [(name, each.shape, each.stride(), each.dtype, each.requires_grad) for name, each in tensors]
+
+    for factory, how in ((Everything, "without values"), (Reads, "built on CPU")):
+        blank = build_blank(factory)
+        assert blank.how.startswith(how) and look(blank.module) == look(build(factory, 0).module)

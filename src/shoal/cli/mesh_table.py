@@ -86,7 +86,7 @@ def how_stages_run(job: Job) -> Iterator[str]:
 
     The bubble is simulated in unit time: a forward and each half of a backward take equally long.
     """
-    # imported here: the pipeline needs torch._dynamo, which takes as long as torch itself
+    # imported here: the pipeline needs torch, and one rank has none
     from shoal.jobs.choose import microbatches_of
     from shoal.pipeline import Costs, check, delay, live_activations, schedule_of, simulate
 

@@ -39,6 +39,8 @@ Known = tuple[type, tuple[_Result, ...]]
 """The results of an operation, in a tuple or a list, or a single one."""
 _KNOWN: dict[Any, Known | None] = {}
 """By operation and what its arguments look like; None where it has to run each time."""
+NEW: Any = object()
+"""Said of an operation that has not run before."""
 
 
 class KnownCalls(TorchDispatchMode):
@@ -47,6 +49,7 @@ class KnownCalls(TorchDispatchMode):
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self._fakes = fakes
+        self._states: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -59,21 +62,83 @@ class KnownCalls(TorchDispatchMode):
             return _lifted(self._fakes, args[0])
         kwargs = kwargs or {}
         given: list[FakeTensor] = []
-        try:
-            key = _key(func, args, kwargs, given)
-            known = _KNOWN.get(key, self)
-        except TypeError:  # of an argument that is not compared
-            known = None
-        if known is self:
-            out = func(*args, **kwargs)
-            is_as_before = _key(func, args, kwargs, []) == key  # not so for results that were given with another shape
-            _KNOWN[key] = _how(func, out, given, self._fakes) if is_as_before else None
-            return out
+        key, known = self._look_up(func, args, kwargs, given)
         if known is None:
             return func(*args, **kwargs)
-        kind, results = known  # type: ignore[misc]
-        made = _made(results, given, self._fakes)
+        if known is not NEW:
+            return self._again(known, given)
+        out = func(*args, **kwargs)
+        is_as_before = _key(func, args, kwargs, []) == key  # not so for results that were given with another shape
+        _KNOWN[key] = self._how(func, out, given) if is_as_before else None
+        return out
+
+    def recall(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation gave before, made again; NEW where it has to run. For a mode above this one, to which
+        each way to the next takes as long as this."""
+        given: list[FakeTensor] = []
+        _, known = self._look_up(func, args, kwargs, given)
+        return NEW if known is None or known is NEW else self._again(known, given)
+
+    def _look_up(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[FakeTensor]) -> Any:
+        """The key of an operation, and what is known of it. Adds its tensors to `given`."""
+        try:
+            key = _key(func, args, kwargs, given)
+            return key, _KNOWN.get(key, NEW)
+        except TypeError:  # of an argument that is not compared
+            return None, None
+
+    def _again(self, known: Known, given: Sequence[FakeTensor]) -> Any:
+        kind, results = known
+        made = self._made(results, given)
         return made[0] if kind is FakeTensor else kind(made)
+
+    def _how(self, func: Any, out: Any, given: Sequence[FakeTensor]) -> Known | None:
+        """How to make `out`, what `func` gave for the tensors `given`; None where that is not known."""
+        if any(tag in func.tags for tag in BY_VALUES):
+            return None
+        outs = list(out) if type(out) in (tuple, list) else [out]
+        found: list[_Result] = []
+        for place, each in enumerate(outs):
+            result = _of_one(each, given, outs[:place])
+            if result is None:
+                return None
+            found.append(result)
+        for again, each in zip(self._made(found, given), outs, strict=True):
+            same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(each)
+            same_state = vars(again).keys() == vars(each).keys()
+            if not (same_keys and same_state) or again.untyped_storage().nbytes() != each.untyped_storage().nbytes():
+                return None
+        return type(out), tuple(found)
+
+    def _made(self, results: Sequence[_Result], given: Sequence[FakeTensor]) -> list[FakeTensor]:
+        """Makes results of an operation on the tensors `given`."""
+        made = list(given)
+        for same, inside, shape, stride, offset, dtype, device in results:
+            if same is not None:
+                made.append(made[same])
+                continue
+            with no_dispatch():
+                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                if inside is not None:
+                    empty.set_(made[inside].untyped_storage(), offset, shape, stride)
+                made.append(self._fake(empty, device))
+        return made[len(given) :]
+
+    def _fake(self, empty: Tensor, device: torch.device) -> FakeTensor:
+        """The fake of a tensor on the meta device. The first on a device is made by torch, the others like it, in a
+        third of the time."""
+        state = self._states.get(device)
+        if state is None:
+            first = FakeTensor(self._fakes, empty, device)
+            self._states[device] = dict(vars(first))
+            return first
+        fake = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device)
+        if self._fakes._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(state)
+        return fake
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[FakeTensor]) -> tuple[Any, ...]:
@@ -93,25 +158,9 @@ def _looks(value: Any, given: list[FakeTensor]) -> Any:
         return tuple([_looks(each, given) for each in value])
     if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError
-    return kind, value if value == value else "nan"  # 1, 1.0 and True are equal, and NaN is not
-
-
-def _how(func: Any, out: Any, given: Sequence[FakeTensor], fakes: FakeTensorMode) -> Known | None:
-    """How to make `out`, what `func` gave for the tensors `given`; None where that is not known."""
-    if any(tag in func.tags for tag in BY_VALUES):
-        return None
-    outs = list(out) if type(out) in (tuple, list) else [out]
-    found: list[_Result] = []
-    for place, each in enumerate(outs):
-        result = _of_one(each, given, outs[:place])
-        if result is None:
-            return None
-        found.append(result)
-    for again, each in zip(_made(found, given, fakes), outs, strict=True):
-        same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(each)
-        if not same_keys or again.untyped_storage().nbytes() != each.untyped_storage().nbytes():
-            return None
-    return type(out), tuple(found)
+    if kind is float and value != value:
+        return "NaN"
+    return kind, value  # 1, 1.0 and True are equal
 
 
 def _of_one(out: Any, given: Sequence[FakeTensor], before: Sequence[FakeTensor]) -> _Result | None:
@@ -127,21 +176,6 @@ def _of_one(out: Any, given: Sequence[FakeTensor], before: Sequence[FakeTensor])
         return None
     at = inside[0] if inside else None
     return _Result(None, at, out.shape, out.stride(), int(out.storage_offset()), out.dtype, out.fake_device)
-
-
-def _made(results: Sequence[_Result], given: Sequence[FakeTensor], fakes: FakeTensorMode) -> list[FakeTensor]:
-    """Makes results of an operation on the tensors `given`."""
-    made = list(given)
-    for same, inside, shape, stride, offset, dtype, device in results:
-        if same is not None:
-            made.append(made[same])
-            continue
-        with no_dispatch():
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if inside is not None:
-                empty.set_(made[inside].untyped_storage(), offset, shape, stride)
-            made.append(FakeTensor(fakes, empty, device))
-    return made[len(given) :]
 
 
 def _lifted(fakes: FakeTensorMode, real: Tensor) -> Tensor:

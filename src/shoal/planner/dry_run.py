@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
 from shoal.module.build import build_blank
+from shoal.module.known_calls import NEW, KnownCalls
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
@@ -84,7 +85,7 @@ def run(
     again = recompute is not None and option_name(subject.plan.recompute, "recompute") == "budget"
     for _ in range(1 + again):
         log.clear()
-        with _Living(log), gather.step("dry run"):
+        with _Living(log, ready.calls), gather.step("dry run"):
             if through is not None:
                 through(log, partial(_loss, ready, subject), gather)
             else:
@@ -152,9 +153,9 @@ class _Watcher:
 class _Living(TorchDispatchMode):
     """Notes the bytes of storages that operations make, as they come and go."""
 
-    def __init__(self, log: list[Event]) -> None:
+    def __init__(self, log: list[Event], calls: KnownCalls) -> None:
         super().__init__()
-        self._log = log
+        self._log, self._calls = log, calls
         self._known: set[int] = set()
 
     @classmethod
@@ -165,7 +166,8 @@ class _Living(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # more than half of all calls: autograd asks each tensor for it
             return args[0].device
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs or {}))}
-        out = with_workspace(func, args, called(func, args, kwargs or {}))
+        out = self._calls.recall(func, args, kwargs or {})
+        out = with_workspace(func, args, called(func, args, kwargs or {}) if out is NEW else out)
         for each in _tensors(out):
             storage = each.untyped_storage()
             place, size = storage._cdata, storage.nbytes()

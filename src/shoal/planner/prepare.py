@@ -64,6 +64,7 @@ class Prepared:
     - `parameters`: those of the rank, in the order in which chunks are cut; `options`: of each optimizer group
     - `whole`: elements of the parameters before the module was cut among ranks
     - `buffers`: bytes
+    - `calls`: what the operations inside gave before
     """
 
     local: Local
@@ -72,6 +73,7 @@ class Prepared:
     options: list[dict[str, Any]]
     whole: int
     buffers: int
+    calls: KnownCalls
 
     def sent(self) -> dict[str, int]:
         """Bytes of payload so far, by purpose."""
@@ -101,12 +103,12 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         local = localize(model, among, plain, rules=rules, in_stages=False)
         parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)
-        stack.enter_context(KnownCalls(mode))
+        calls = stack.enter_context(KnownCalls(mode))
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))
         module.train()
-        yield Prepared(local, world, parameters, model.groups.options, whole, buffers)
+        yield Prepared(local, world, parameters, model.groups.options, whole, buffers, calls)
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:
