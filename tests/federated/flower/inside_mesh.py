@@ -18,7 +18,7 @@ from shoal.federated.settings import Federated
 from shoal.plan import Plan
 from tests.federated.common import clients, recipe
 
-from flwr.app import Message, RecordDict  # isort: skip
+from flwr.app import ArrayRecord, Message, RecordDict  # isort: skip
 from flwr.clientapp import ClientApp  # isort: skip
 from flwr.serverapp.strategy import FedAvg  # isort: skip
 
@@ -70,6 +70,9 @@ def test_an_engine_measures_the_weights_that_it_is_sent():
         assert found["loss"] == pytest.approx(wanted.client_losses[k], rel=1e-5)
         assert found["accuracy"] == pytest.approx(wanted.client_accuracies[k])
         assert found["num-examples"] == clients(CLIENTS).held_out.counts[k]
+    other = RecordDict({"arrays": ArrayRecord([sim.weights.numpy()])})
+    (reply,) = grid.send_and_receive([Message(other, FIRST, "evaluate")])
+    assert reply.has_error() and "the arrays '0': a model is one array, 'weights', as `to_record`" in reply.error.reason
 
 
 @pytest.mark.matrix

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.device import keep_generators
+from shoal.errors import UserError
 from shoal.federated.flower import private
 from shoal.federated.flower.grid import FIRST, Asked
 from shoal.federated.local import LocalTraining
@@ -28,7 +29,12 @@ def to_record(weights: Tensor) -> ArrayRecord:
 
 
 def to_vector(record: ArrayRecord, like: Tensor) -> Tensor:
-    """Returns the vector in a record, in the dtype and on the device of `like`."""
+    """Returns the vector in a record, in the dtype and on the device of `like`. Raises UserError for other arrays."""
+    if list(record) != [WEIGHTS]:
+        raise UserError(
+            f"the arrays {', '.join(map(repr, record)) or 'none'}: a model is one array, {WEIGHTS!r}, as `to_record` "
+            "of shoal.federated.flower.clients makes it"
+        )
     return torch.from_numpy(np.ascontiguousarray(record[WEIGHTS].numpy())).to(like)
 
 

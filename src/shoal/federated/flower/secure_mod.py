@@ -43,7 +43,10 @@ def secure_mod(message: Message, context: Context, call_next: ClientAppCallable)
     out of turn."""
     told = message.content.config_records.get(SECURE)
     if told is None:
-        raise ValueError("this client answers only under secure aggregation: give the server's job federated.secure")
+        raise ValueError(
+            "this client answers only under secure aggregation: give the server's job federated.secure, or its "
+            "strategy SecureSum"
+        )
     stage, kept = str(told["stage"]), context.state.config_records.get(SECURE)
     if stage == KEYS:
         own = ConfigRecord({"mask": os.urandom(32), "box": os.urandom(32), "own": os.urandom(32), "next": SHARES})
