@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shoal.errors import UserError, did_you_mean
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.models.hf_map import to_hf
-from shoal.models.import_transformers import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -106,9 +105,10 @@ def export_hf(
 
 def _transformers() -> Any:
     try:
-        return import_transformers()
+        import transformers
     except ImportError as error:
         raise UserError(f"Models of transformers need it installed ({error}). Run: pip install 'shoal[hf]'") from error
+    return transformers
 
 
 @contextmanager
