@@ -7,6 +7,7 @@ import math
 from functools import cache
 from itertools import product
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -91,13 +92,17 @@ TOLERANCE = {
 WIDER = {("resnet-batchnorm", "fp32"): (1e-6, 1e-3, 1e-5)}
 
 
+def options_of(plan: str, size: int) -> dict[str, Any]:
+    """What a plan of `PLANS` gives `size` ranks: of its shares as many as there are ranks."""
+    options = PLANS[plan]
+    return {**options, "shares": options["shares"][:size]} if "shares" in options and size > 1 else options
+
+
 def run(world, case: str, precision: str, accumulation: int, plan: str = "replicated") -> Trace:
     if plan.endswith("hosts"):
         world = apart(world)
     with TemporaryDirectory() as directory:
-        options = PLANS[plan] | ({"memory": {"disk": directory}} if plan == "disk" else {})
-        if "shares" in options and world.size > 1:
-            options = {**options, "shares": options["shares"][: world.size]}
+        options = options_of(plan, world.size) | ({"memory": {"disk": directory}} if plan == "disk" else {})
         running = engine(case, precision, accumulation, world=world, plan=Plan(dp=world.size, **options))
         try:
             return train(running, CASES[case].data(), STEPS)

@@ -26,7 +26,7 @@ from shoal.planner.rehearsal import STEADY, Seen, Step, more_than, rehearse, ten
 from tests.parity import test_experts, test_mesh, test_stages
 from tests.parity.cases import CASES, arguments, engine
 from tests.parity.covering import thinned
-from tests.parity.test_parity import COVERING, PLANS
+from tests.parity.test_parity import COVERING, PLANS, options_of
 from tests.pool import apart, run_ranks
 
 ALWAYS = [
@@ -131,7 +131,7 @@ def both(
 
 @pytest.mark.parametrize(("case", "size", "precision", "accumulation", "plan"), thinned(ROWS, ALWAYS))
 def test_a_step_is_as_it_was_rehearsed(case, size, precision, accumulation, plan):
-    options = {"dp": size, **PLANS[plan]}
+    options = {"dp": size, **options_of(plan, size)}
     for found, step in both(case, precision, accumulation, options, plan):
         assert found.traffic == step.traffic
         assert (found.held, found.most) == (step.held, step.most) or case in BY_VALUES
