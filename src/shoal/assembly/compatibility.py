@@ -69,13 +69,21 @@ CONFLICTS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
 
 
 def check(plan: Plan, recipe: Recipe, module: nn.Module, options: list[dict[str, Any]]) -> None:
-    """Raises UserError for the first of `CONFLICTS` that there is, and for rules that name nothing in `module`."""
+    """Raises UserError for the first of `CONFLICTS` that there is, for rules that name nothing in `module`, and for a
+    part of it whose gradients another process has, with fp16's loss scale in them."""
     asked = Asked(plan, recipe, options)
     for conflicts, why in CONFLICTS:
         if conflicts(asked):
             raise UserError(why.format(asked=asked))
     check_rules(module, recipe.tensor_rules or {})
     check_placements(module, plan.placements or {})
+    if recipe.precision.scaling is not None:
+        for name, each in module.named_modules():
+            if getattr(each, "elsewhere", False):
+                raise UserError(
+                    f"{name or 'the model'} is a remote module: its owner would have gradients times the loss scale of "
+                    'this precision. Take "bf16" or "fp32"'
+                )
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class RemoteModule(nn.Module):
     link: to the owner.
     """
 
+    elsewhere = True
+    """Its parameters and their gradients are another process's."""
+
     def __init__(self, link: Link) -> None:
         super().__init__()
         self.link = link
