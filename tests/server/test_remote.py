@@ -448,7 +448,7 @@ def test_a_model_of_an_engine_has_a_remote_module_in_it():
             local.step()
             assert found.loss == pytest.approx(value.item(), rel=1e-5)
         engine.close()
-        with pytest.raises(UserError, match="1 is a remote module: .* the loss scale"):
+        with pytest.raises(UserError, match=r"1 is a remote module: .* the loss scale"):
             Engine(model, loss, sgd, global_batch=4, precision="fp16")
         with torch.device("meta"), pytest.raises(NotImplementedError, match="Linear of the owner"):
             remote(owner.address, nn.Linear, 4, 4, token=TOKEN)

@@ -6,10 +6,15 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+
+_parsing = threading.Lock()
+"""CPython 3.11 raises SystemError where two threads make a syntax tree at once: they count its depth together. Ranks
+may be threads."""
 
 
 def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -50,7 +55,9 @@ class _Uses(ast.NodeVisitor):
             return
         self._followed.add((owner, method))
         try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+            source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+            with _parsing:
+                (tree,) = ast.parse(source).body
         except (OSError, TypeError, SyntaxError, ValueError):
             return  # made at run time: no source
         if isinstance(tree, ast.FunctionDef) and tree.args.args:
