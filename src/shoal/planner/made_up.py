@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,25 +68,31 @@ def _several(values: Any) -> Sequence[Tensor]:
 
 _PATCHED: dict[tuple[int, str], list[Any]] = {}
 """What is another one for a while, with what it was and how many want it so."""
+_MISSING = object()
+"""What it was where there was none."""
+_patching = threading.Lock()
 
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives `owner` another attribute for a while, which may be the same on several threads."""
-    key, missing = (id(owner), name), object()
-    entry = _PATCHED.setdefault(key, [vars(owner).get(name, missing), 0])
-    entry[1] += 1
-    setattr(owner, name, value)
+    """Gives `owner` another attribute for a while, which may be the same on several threads; the last one gives back
+    what was there."""
+    key = id(owner), name
+    with _patching:
+        entry = _PATCHED.setdefault(key, [vars(owner).get(name, _MISSING), 0])
+        entry[1] += 1
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        entry[1] -= 1
-        if not entry[1]:
-            del _PATCHED[key]
-            if entry[0] is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, entry[0])
+        with _patching:
+            entry[1] -= 1
+            if not entry[1]:
+                del _PATCHED[key]
+                if entry[0] is _MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, entry[0])
 
 
 @contextmanager
