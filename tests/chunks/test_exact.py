@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.chunks import exact
 from shoal.chunks.exact import LOWEST, exact_sum, value_of
 
 squares = st.floats(min_value=2.0 ** (LOWEST + 60), max_value=1e300) | st.just(0.0) | st.floats(1e-12, 1e6)
@@ -32,3 +34,10 @@ def test_what_is_not_finite_stays_so(wrong: float):
     assert not value_of(
         exact_sum(torch.tensor([1.0, wrong], dtype=torch.float64)) + exact_sum(torch.tensor([2.0]).double())
     ).isfinite()
+
+
+def test_sums_of_fake_tensors_leave_nothing_behind():
+    exact._made.cache_clear()
+    with FakeTensorMode():
+        assert value_of(exact_sum(torch.ones(3, dtype=torch.float64))).shape == ()
+    assert float(value_of(exact_sum(torch.ones(3, dtype=torch.float64)))) == 3

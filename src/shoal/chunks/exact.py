@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 BITS, LOWEST, DIGITS = 32, -640, 52
 
@@ -36,6 +37,10 @@ def value_of(row: Tensor) -> Tensor:
     return (row * _weights(row.device)).sum()
 
 
-@cache
 def _weights(device: torch.device) -> Tensor:
+    return _made(device) if active_fake_mode() is None else _made.__wrapped__(device)
+
+
+@cache
+def _made(device: torch.device) -> Tensor:
     return torch.tensor([2.0 ** (BITS * digit + LOWEST) for digit in range(DIGITS)], dtype=torch.float64, device=device)
