@@ -8,8 +8,6 @@ left out. (Demmel, Nguyen: Parallel reproducible summation, 2015, is the general
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
@@ -38,9 +36,14 @@ def value_of(row: Tensor) -> Tensor:
 
 
 def _weights(device: torch.device) -> Tensor:
-    return _made(device) if active_fake_mode() is None else _made.__wrapped__(device)
+    """What a digit of each place counts; made once, and once more for each mode whose tensors are fake."""
+    fakes = active_fake_mode()
+    known = _made if fakes is None else vars(fakes).setdefault("_shoal_weights_of_digits", {})
+    if device not in known:
+        counts = [2.0 ** (BITS * digit + LOWEST) for digit in range(DIGITS)]
+        known[device] = torch.tensor(counts, dtype=torch.float64, device=device)
+    weights: Tensor = known[device]
+    return weights
 
 
-@cache
-def _made(device: torch.device) -> Tensor:
-    return torch.tensor([2.0 ** (BITS * digit + LOWEST) for digit in range(DIGITS)], dtype=torch.float64, device=device)
+_made: dict[torch.device, Tensor] = {}
