@@ -94,6 +94,12 @@ class Prices:
         """The parts of the model in the pieces that stages consist of."""
         return grouped(self.task.profile.parts)
 
+    @cached_property
+    def tied(self) -> float:
+        """Elements that parts of the model share."""
+        profile = self.task.profile
+        return max(0.0, math.fsum(part.weights.value for part in profile.parts) - profile.parameters)
+
     def alike(self, places: range) -> tuple[tuple[int, int], ...]:
         """The distinct pieces among `places`, in order, and how many are like each."""
         counts: dict[int, int] = {}

@@ -26,7 +26,6 @@ class Estimates:
 
     def __init__(self, task: Task) -> None:
         self.task, self.prices = task, Prices(task)
-        self._tied = tied_elements(self.prices)
         self.policies = policies_of(task)
         self._lane, self._cuts = cache(self._new_lane), cache(self._new_cuts)
         self.replicas = cache(self._new_replicas)
@@ -129,7 +128,7 @@ class Estimates:
     def _standing(self, choice: Choice, rank: int) -> dict[str, float]:
         ranks = choice.spread.stages
         own = self._own(choice.spread, ranks * choice.chunks, rank)
-        return standing(self.prices, choice, own, rank == ranks - 1, self._tied)
+        return standing(self.prices, choice, own, rank == ranks - 1, tied_elements(self.prices, choice.spread))
 
     def _new_plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:
         """Bytes of the activations of each rank of a pipeline where nothing is computed again."""
@@ -154,7 +153,7 @@ class Estimates:
         """What `choice` takes and holds where the stages treat their blocks so."""
         spread, lane, ranks = choice.spread, self.lane(choice), choice.spread.stages
         terms, deal, stages, slow = self._in_lane(choice, lane, counts, self._meets(choice))
-        own, tied = self._own(spread, len(lane.works), slow), self._tied if ranks == 1 else 0.0
+        own, tied = self._own(spread, len(lane.works), slow), tied_elements(self.prices, spread)
         number = deal.number
         backward = sum(back for _, back in stages[slow::ranks])
         window = backward, number * sum(map(sum, stages[slow::ranks]))
@@ -192,7 +191,7 @@ class Estimates:
         stays = choice.on_device
         device = {**self._standing(choice, rank), "activations": stays * kept + whole}
         own = self._own(choice.spread, len(lane.works), rank)
-        return held(self.prices, choice, own, self._tied, device, (1 - stays) * kept)
+        return held(self.prices, choice, own, tied_elements(self.prices, choice.spread), device, (1 - stays) * kept)
 
     def _meets(self, choice: Choice) -> bool:
         """Whether replicas run as many microbatches, since they meet in their forwards."""

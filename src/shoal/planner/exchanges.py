@@ -35,7 +35,7 @@ def exchanged(
         total += link.seconds(operation, again * nbytes, among, again * times)
         wire += again * nbytes * (among > 1)
     together = copies(choice)[0]
-    passes = choice.zero == 3 or (choice.offload is not None and choice.zero > 0)  # weights are gathered to be used
+    passes = is_cut(choice, "weights")  # they are gathered to be used
     if choice.zero and not passes:
         nbytes = numbers.weight * (trained + experts)
         total += link.seconds("all_gather", nbytes, together, sum(calls))
@@ -98,7 +98,7 @@ def updated(prices: Prices, choice: Choice, own: Sizes, tied: float, has: Held) 
     that."""
     numbers, (together, with_experts), cluster = prices.task.numbers, copies(choice), prices.task.cluster
     _, trained, experts = elements(own, tied)
-    if is_cut(choice, "optimizer state") and choice.zero:
+    if is_cut(choice, "optimizer state"):
         trained, experts = trained / together, experts / with_experts
     number, device = trained + experts, prices.slowest
     each = numbers.gradient + 2 * (numbers.master or numbers.weight) + 2 * numbers.state + numbers.weight

@@ -3,12 +3,12 @@ state, and the activations of the microbatches under way. A plan that is chosen 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from shoal.chunks.gradient_pool import BUFFERS as LOANS
 from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.planner.costs import Prices, Sizes
+from shoal.planner.degrees import Spread
 from shoal.planner.task import Choice
 
 
@@ -36,14 +36,14 @@ class Held:
 
 
 def elements(own: Sizes, tied: float) -> tuple[float, float, float]:
-    """Elements of a rank: weights and trained ones outside of experts, and experts."""
+    """Elements of a rank: weights and trained ones outside of experts, and experts. `tied`: those that its parts
+    share, which are counted once."""
     return max(0.0, own.weights - tied - own.experts), max(0.0, own.trained - tied - own.experts), own.experts
 
 
-def tied_elements(prices: Prices) -> float:
-    """Elements that parts of the model share, which a rank with all of it has once."""
-    profile = prices.task.profile
-    return max(0.0, math.fsum(part.weights.value for part in profile.parts) - profile.parameters)
+def tied_elements(prices: Prices, spread: Spread) -> float:
+    """Elements that parts of the model share, which a rank with all of it has once; 0 where there are stages."""
+    return prices.tied if spread.stages == 1 else 0.0
 
 
 def copies(choice: Choice) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: flo
     """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations. `last`: it
     has the last stage."""
     spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
-    roles = resting(prices, choice, whole, tied if spread.stages == 1 else 0.0)
+    roles = resting(prices, choice, whole, tied)
     if choice.offload:
         on_loan = LOANS * numbers.gradient * whole.in_use / CHUNKS
         roles = {**dict.fromkeys(roles, 0.0), "gradients": on_loan}
@@ -108,8 +108,8 @@ def held(prices: Prices, choice: Choice, whole: Sizes, tied: float, device: dict
     away = choice.offload
     if away is None:
         return Held(device)
-    numbers, home = prices.task.numbers, resting(prices, choice, whole, tied if choice.spread.stages == 1 else 0.0)
-    weights, _, experts = elements(whole, tied if choice.spread.stages == 1 else 0.0)
+    numbers, home = prices.task.numbers, resting(prices, choice, whole, tied)
+    weights, _, experts = elements(whole, tied)
     all_weights, pages = numbers.weight * (weights + experts), home["masters"] + home["optimizer state"]
     paged = in_turn = 0.0
     if away.disk is not None and pages:
