@@ -1,5 +1,5 @@
 """Published tokens a second of named plans on A100 and H100, each with its source; only values that were looked up, and
-only rows that say all of the plan (devices, microbatch, sharding, recompute) and neither compile nor use float8.
+only rows that say all of the plan (devices, microbatch, sharding, recompute) and do not use float8.
 
 MPT: github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md, rows of 2,048 tokens of models from 1B on,
 FSDP FULL_SHARD; "True" of activation checkpointing is every block. A100 hosts are said to have 1,600 Gb/s between them.
@@ -92,14 +92,14 @@ class Published:
     @property
     def name(self) -> str:
         """Says the row in short."""
-        return f"{self.model} on {self.devices} {self.machine}"
+        return f"{self.model} on {self.devices} {self.machine}{', compiled' * self.choice.compile}"
 
 
-def sharded(source: str, model: str, machine: str, *row: Any) -> Published:
+def sharded(source: str, model: str, machine: str, *row: Any, compiled: bool = False) -> Published:
     """A row under FSDP. `row`: devices, rows of a microbatch, microbatches of a device, recompute, tokens a second of a
     device, and GiB."""
     devices, microbatch, number, recompute, rate, *gib = row
-    choice = Choice(Spread(copies=devices), microbatch, 3 if devices > 1 else 0, None, recompute)
+    choice = Choice(Spread(copies=devices), microbatch, 3 if devices > 1 else 0, None, recompute, compile=compiled)
     return Published(source, model, machine, devices, devices * microbatch * number, choice, rate, *gib)
 
 
@@ -157,6 +157,8 @@ ROWS = (
     sharded(TITAN, "llama2-70b", "a100", 64, 2, 1, F, 353),
     sharded(TITAN, "llama3-8b", "h100-96", 8, 2, 1, S, 5762, 82.4),
     sharded(TITAN, "llama3-8b", "h100-96", 128, 2, 1, S, 5605, 67.0),
+    sharded(TITAN, "llama3-8b", "h100-96", 8, 2, 1, S, 6667, 77.0, compiled=True),
+    sharded(TITAN, "llama3-8b", "h100-96", 128, 2, 1, S, 6514, 62.0, compiled=True),
     piped("gpt-175b", 384, 1536, 12, 153), piped("gpt-175b", 768, 1536, 12, 149),
     piped("gpt-175b", 1536, 1536, 12, 141), piped("gpt-530b", 560, 2240, 35, 171),
     piped("gpt-530b", 1120, 2240, 35, 167), piped("gpt-530b", 2240, 2240, 35, 159),
@@ -216,7 +218,8 @@ def as_there(row: Published, found: Profile) -> Profile:
 def task_of(row: Published, found: Profile, **others: Any) -> Task:
     """What the planner is asked of a row."""
     legal = {"parts": 8} if row.choice.spread.parts > 1 else {}
-    return Task(as_there(row, found), machine_of(row), row.rows, ADAMW, legal=legal, **others)
+    compiled = row.choice.compile
+    return Task(as_there(row, found), machine_of(row), row.rows, ADAMW, legal=legal, compiled=compiled, **others)
 
 
 def estimated(row: Published, found: Profile) -> tuple[Estimate, float]:

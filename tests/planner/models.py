@@ -32,6 +32,8 @@ def part(name: str, work: float, elements: float, saved: float, block: bool = Tr
         weights,
         none,
         sent if block else (),
+        fused=Cut(3 * MIB, BOTH),
+        kernels=Cut(4, {}),
     )
 
 

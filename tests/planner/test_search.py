@@ -37,6 +37,37 @@ def test_the_best_of_all(memory: float, between: float) -> None:
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
 
 
+def with_bandwidth(bandwidth: float, memory: float = 8 * GIB) -> Cluster:
+    """The cluster with devices whose memory is so fast."""
+    on = cluster(memory=memory)
+    device = replace(on.hosts[0].device, bandwidth=bandwidth)
+    return replace(on, hosts=tuple(replace(host, device=device) for host in on.hosts))
+
+
+@pytest.mark.parametrize("memory", [0.7 * GIB, 8 * GIB])
+def test_blocks_are_compiled_where_that_clearly_pays(memory: float) -> None:
+    plain = task(on=with_bandwidth(1e9, memory), schedules=(("1f1b", 1),), microbatch=2)
+    asked = replace(plain, compiled=True)
+    every_one = Search(asked)
+    best = search(asked).best[0]
+    assert best.choice.compile and best.choice.plan({}).compile is True
+    assert best.seconds == pytest.approx(every(every_one)[0], rel=1e-9)
+    assert "selective" not in str(best.choice.plan({}).recompute)  # compiled blocks keep no results of operations
+    eager = search(plain).best[0]
+    assert not eager.choice.compile and best.seconds < eager.seconds / 1.05
+    assert not search(replace(asked, steps=2)).best[0].choice.compile  # it takes longer than it spares
+    assert search(replace(asked, pins={"compile": False})).best[0].seconds == eager.seconds
+    assert search(replace(plain, pins={"compile": True})).best[0].seconds == best.seconds
+    assert search(replace(plain, pins={"compile": "aot_eager"})).best[0].seconds == eager.seconds  # it fuses nothing
+
+
+def test_what_is_spared_by_less_than_predictions_are_off_is_left() -> None:
+    asked = task(on=with_bandwidth(1e11), microbatch=2)
+    found = search(replace(asked, compiled=True)).best
+    assert not found[0].choice.compile
+    assert found[0].seconds == search(asked).best[0].seconds
+
+
 def test_more_is_never_slower() -> None:
     seconds = [search(task(on=cluster(memory=memory * GIB))).best[0].seconds for memory in (0.6, 0.8, 1.2, 2, 4)]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]

@@ -197,6 +197,8 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
         yield f"the longest row that fits has about {int(told.rows * sequence)} tokens"
     devices = chosen.task.cluster.size
     yield f"the smallest part of this machine that would do has {told.devices} of its {devices} devices"
+    if chosen.eager:
+        yield f"blocks are not compiled: {chosen.eager}"
     refused = {what: why for what, why in chosen.task.profile.refused.items() if why and why != "not asked for"}
     for what, why in refused.items():
         yield escape(f"not cut by {what}: {why}")
@@ -245,6 +247,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
         "refused": [{**one(each), "why": why} for each, why in chosen.passed],
         "explanation": asdict(told),
         "layers": None if chosen.layers is None else asdict(chosen.layers),
+        "not_compiled": chosen.eager or None,
         "not_cut": {what: why for what, why in task.profile.refused.items() if why},
         "priced": chosen.found.priced,
     }

@@ -18,6 +18,7 @@ from shoal.plan import Plan
 from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
+from shoal.planner.compiled import why_not_compiled
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
@@ -38,7 +39,7 @@ class Chosen:
     - `job`: the job under the plan; `plan`, `estimate`: the one that was chosen
     - `predictions`: memory of its first, second and last ranks along a pipeline, by dry run
     - `others`: estimates of the next best, and `passed`: candidates that a dry run refused, each with the reason
-    - `found`: all of the search
+    - `found`: all of the search; `eager`: why blocks are not compiled, where that would be faster, "" else
     - `layers`: what cutting each layer along tp saves, where the plan has tp
     """
 
@@ -49,6 +50,7 @@ class Chosen:
     others: tuple[Estimate, ...]
     passed: tuple[tuple[Estimate, str], ...]
     found: Found
+    eager: str = ""
     layers: Layers | None = None
 
     @property
@@ -141,13 +143,27 @@ def task_of(
         pins,
         legal,
         limit,
+        compiled=not any(device.on_host for device in cluster.devices),
     )
+
+
+def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:
+    """Searches; without compiled blocks, where those that it would have compiled cannot be. Returns the task that was
+    searched, what was found, and why blocks are not compiled."""
+    found = search(task)
+    if "compile" in task.pins or not any(each.choice.compile for each in found.best):
+        return task, found, ""
+    shallow = shallow_of(settled)
+    if not (why := why_not_compiled(subject_of(settled) if shallow is None else shallow[0])):
+        return task, found, ""
+    task = replace(task, compiled=False)
+    return task, search(task), why
 
 
 def confirmed(settled: Settled, task: Task) -> Chosen:
     """Searches, and runs candidates dry, the fastest first, until one is found legal and to fit."""
     passed: list[tuple[Estimate, str]] = []
-    found = search(task)
+    task, found, eager = searched(settled, task)
     looked = list(found.best)
     while looked and len(passed) < TRIES:
         estimate = looked.pop(0)
@@ -159,7 +175,7 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
         except UserError as error:
             why, predictions = str(error), ()
         if not why:
-            return Chosen(own, task, estimate, predictions, tuple(looked[:5]), tuple(passed), found)
+            return Chosen(own, task, estimate, predictions, tuple(looked[:5]), tuple(passed), found, eager)
         passed.append((estimate, why))
         if not looked:  # what was refused stays out
             task = _without(task, passed)

@@ -19,11 +19,12 @@ from shoal.jobs.placed import placed
 from shoal.jobs.trials import Trials, key_of, of_candidates
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import without_values
+from shoal.module.compiling import fuses
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
 from shoal.planner.search import Search, search
-from shoal.planner.task import Choice, spoken
+from shoal.planner.task import Choice, Task, spoken
 from shoal.precision import precision
 from shoal.report import units
 
@@ -53,7 +54,7 @@ def _why(chosen: Chosen) -> str:
 def stays(settled: Settled, cluster: Cluster) -> str | None:
     """Why data parallelism stays though the planner was asked: nothing that it finds is clearly faster. None where
     something is, or where data parallelism as the job begins it does not fit."""
-    task = task_of(settled, cluster, {}, keeps_microbatch(settled))
+    task = task_here(settled, cluster, {})
     rows, _ = microbatches_of(settled.job)
     search_of, spread = Search(task), Spread(copies=cluster.size)
     if cluster.size > task.rows:
@@ -67,9 +68,15 @@ def stays(settled: Settled, cluster: Cluster) -> str | None:
     return f"the planner predicts none that is {SHARE:.0%} faster"
 
 
+def task_here(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: float | None = None) -> Task:
+    """What is asked for the job on `cluster`, which is here: blocks are compiled where there is a compiler."""
+    task = task_of(settled, cluster, pins, keeps_microbatch(settled), limit)
+    return replace(task, compiled=task.compiled and fuses(any_device()))
+
+
 def asked(settled: Settled, cluster: Cluster) -> Chosen:
     """Asks the planner for the job on `cluster`."""
-    task = task_of(settled, cluster, pinned(settled.job, settled.origins), keeps_microbatch(settled))
+    task = task_here(settled, cluster, pinned(settled.job, settled.origins))
     return placed(settled, task, confirmed(settled, task))
 
 

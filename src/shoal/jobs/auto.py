@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.jobs.answer import Chosen, confirmed, task_of
-from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch
+from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch, task_here
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.placed import placed
@@ -38,7 +38,10 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     pins = {**pinned(job, origins), **plan_assignments([f"plan.{each}" for each in asked.pins])}
     settled = opened(replace(job, plan=Plan()), origins)
     cluster = named(asked.on, settled, ranks_here(job))
-    task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
+    if asked.on == HERE:
+        task = task_here(settled, cluster, pins, asked.limit)
+    else:
+        task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
     if asked.budget is not None:
         steps = settled.total or 1
         task = within_budget(task, asked.budget, lambda estimate: steps * estimate.seconds)

@@ -17,7 +17,7 @@ from shoal.planner.task import Estimate, Task
 def placed(settled: Settled, task: Task, chosen: Chosen) -> Chosen:
     """Returns the answer with what was found of its layers; where some are better left whole, it is searched again with
     these, and the faster answer taken."""
-    pins = dict(task.pins)
+    pins, task = dict(task.pins), replace(task, compiled=chosen.task.compiled)
     given = pins.get("placements")
     layers = layers_under(settled, task, chosen.estimate, given)
     if layers is None or not layers.whole:
@@ -29,7 +29,7 @@ def placed(settled: Settled, task: Task, chosen: Chosen) -> Chosen:
     except UserError:  # it takes more memory, or cannot be cut so
         return replace(chosen, layers=layers)
     faster = other.estimate.choice.spread.parts > 1 and other.estimate.seconds < chosen.estimate.seconds
-    return replace(other if faster else chosen, layers=layers)
+    return replace(other if faster else chosen, layers=layers, eager=chosen.eager)
 
 
 def layers_under(settled: Settled, task: Task, estimate: Estimate, placements: dict[str, str] | None) -> Layers | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shoal.device import is_accelerator
 from shoal.errors import UserError, did_you_mean
 from shoal.module.stand_in import StandIn
 
@@ -102,6 +103,13 @@ def compile_blocks(module: nn.Module, backend: bool | str) -> None:
                 f"plan.compile = {backend!r:.100} is no backend of torch.compile "
                 f"({', '.join(known)}).{did_you_mean(str(backend), known)} Give one of them, true or false"
             ) from error
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether torch's own compiler can make kernels for an accelerator here: it needs Triton."""
+    from torch.utils._triton import has_triton
+
+    return is_accelerator(device) and has_triton()
 
 
 def as_written() -> AbstractContextManager[Any]:

@@ -15,11 +15,13 @@ from shoal.errors import UserError
 from shoal.launch import join
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import without_values
+from shoal.module.compiling import fuses
 from shoal.optim.groups import GroupRule, OptimizerFactory
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
+from shoal.planner.compiled import why_not_compiled
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
@@ -75,7 +77,9 @@ def auto_plan(
         length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
         legal = legal_degrees(values, traced, length, machine.per_host)
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
-        plan, rows = _confirmed(asked, subject, optimizer)
+        cores = any(device.on_host for device in machine.devices)
+        compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
+        plan, rows = _confirmed(replace(asked, compiled=compiled), subject, optimizer)
         return plan.to_dict(), rows
 
     table, rows = from_first(world.everyone, find, "auto_plan: ")

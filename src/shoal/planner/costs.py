@@ -25,6 +25,10 @@ ATTENTION_BACKWARD = 2.5
 """Of the operations of forward: the scores are computed again."""
 ATTENTION_REACHES = 0.75
 """Of what products reach."""
+CALLED = 20
+"""Launches that a call of a compiled block takes beside those of its kernels: its guards, and torch around it."""
+COMPILING = 30.0
+"""Seconds until a block of a kind is compiled, there and back. Assumed."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
@@ -82,10 +86,10 @@ POLICIES = ("none", "selective", "full")
 
 
 class Prices:
-    """What the pieces of a task's model take and hold."""
+    """What the pieces of a task's model take and hold, with blocks as they are written, or `compiled`."""
 
-    def __init__(self, task: Task) -> None:
-        self.task, self._cluster = task, task.cluster
+    def __init__(self, task: Task, compiled: bool = False) -> None:
+        self.task, self._cluster, self.compiled = task, task.cluster, compiled
         self._spent, self._sizes = cache(self._spend), cache(self._measure)
         self.speeds = cache(self._speeds)
 
@@ -199,8 +203,10 @@ class Prices:
         work = products * operations / (peak * device.share(operations / max(1, part.multiplied)))
         work += rows * products * part.operands.on(spread) / (device.bandwidth * device.streams)
         work += rows * attention * part.attention.on(spread) / (reached * ATTENTION_REACHES)
-        work += rows * rest * part.touched.on(spread) / (device.bandwidth * device.streams)
-        launches = max(products, rest) * part.calls.on(spread) * device.launch
+        fused = self.compiled and part.is_block
+        touched, calls = (part.fused, part.kernels) if fused else (part.touched, part.calls)
+        work += rows * rest * touched.on(spread) / (device.bandwidth * device.streams)
+        launches = (max(products, rest) * calls.on(spread) + CALLED * fused) * device.launch
         return work + launches if device.on_host else max(work, launches)
 
     def carried(self, message: Message, spread: Spread, rows: int) -> float:

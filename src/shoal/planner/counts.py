@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from shoal.planner.fusion import Fusion
+
 _aten = torch.ops.aten
 ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -37,12 +39,13 @@ class Counts(TorchDispatchMode):
     def clear(self) -> None:
         self.products = self.attention = self.touched = self.last = 0.0
         self.calls = self.results = self.operands = self.multiplied = self._read = 0
+        self._fusion = Fusion()
 
     @property
     def all(self) -> tuple[float, ...]:
         """The counts in the order of the fields of Seen."""
         sums = self.products, self.attention, self.touched, self.calls, self.results, self.operands, self.last
-        return (*sums, self.multiplied)
+        return (*sums, self.multiplied, self._fusion.touched, self._fusion.kernels)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -51,6 +54,7 @@ class Counts(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet.__name__ in _FREE:
+            self._fusion.passed((args, kwargs), out)
             return out
         self.calls += 1
         if packet in ATTENTION:
@@ -64,9 +68,11 @@ class Counts(TorchDispatchMode):
         else:
             given = () if packet is _aten.embedding else (args, kwargs)
             self.touched += _nbytes((given, out))
+            self._fusion.fused(given, (args, kwargs), out)
             return out
         self.results += _nbytes(out)
         self.operands += _nbytes((args, kwargs, out))
+        self._fusion.multiplied((args, kwargs), out)
         return out
 
     def kept(self) -> bool:

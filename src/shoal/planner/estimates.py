@@ -25,8 +25,8 @@ class Estimates:
     """The prices of a task's choices."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.prices = task, Prices(task)
-        self.policies = policies_of(task)
+        self.task, self.prices, self.policies = task, Prices(task), policies_of(task)
+        self.by_compile = self.prices, Prices(task, compiled=True)  # blocks as they are written, and compiled
         self._lane, self._cuts = cache(self._new_lane), cache(self._new_cuts)
         self.replicas = cache(self._new_replicas)
         self._own, self._plain = cache(self._new_own), cache(self._new_plain)
@@ -34,15 +34,16 @@ class Estimates:
     def _new_cuts(self, spread: Spread, stages: int) -> Cuts:
         return cut_for(self.prices, spread, stages)
 
-    def _new_lane(self, spread: Spread, rows: int, chunks: int) -> Lane:
-        return Lane(self.prices, self._cuts(spread, spread.stages * chunks), spread, rows, self.policies)
+    def _new_lane(self, spread: Spread, rows: int, chunks: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
+        return Lane(self.by_compile[compiled], self._cuts(spread, spread.stages * chunks), spread, rows, policies)
 
     def _new_replicas(self, spread: Spread) -> Replicas:
         return replicas_of(self.prices, spread)
 
     def lane(self, choice: Choice) -> Lane:
         """The stages of a choice."""
-        return self._lane(choice.spread, choice.microbatch, choice.chunks)
+        policies = policies_of(self.task, choice.compile and choice.recompute == "none")
+        return self._lane(choice.spread, choice.microbatch, choice.chunks, choice.compile, policies)
 
     def _new_own(self, spread: Spread, stages: int, rank: int) -> Sizes:
         own = self._cuts(spread, stages).sizes[rank :: spread.stages]
@@ -69,7 +70,7 @@ class Estimates:
         fits, what frees most."""
         lane = self.lane(choice)
         counts = lane.none()
-        if choice.recompute != "none" and choice.recompute in self.policies:
+        if choice.recompute != "none" and choice.recompute in lane.policies:
             return lane.all_by(str(choice.recompute))
         if (pinned := self._pinned(lane)) is not None:
             return pinned
@@ -92,7 +93,7 @@ class Estimates:
         most."""
         whole = self._own(choice.spread, len(lane.works), rank).largest * choice.microbatch
         best = None
-        fronts = [(lane.front(rank, flying, True), need)] if "none" in self.policies else []
+        fronts = [(lane.front(rank, flying, True), need)] if "none" in lane.policies else []
         for front, wanted in (*fronts, (lane.front(rank, flying, False), need + whole)):
             found = front.cheapest(wanted)
             if found is not None and (best is None or found[0] < best[0]):
@@ -105,7 +106,7 @@ class Estimates:
     def _pinned(self, lane: Lane) -> list[Counts] | None:
         """The counts where the plan's `recompute` is given."""
         given = self.task.pins.get("recompute")
-        if len(self.policies) == 1:
+        if len(lane.policies) == 1:
             return lane.none()
         if given is None:
             return None
@@ -115,7 +116,7 @@ class Estimates:
         ways = {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
         return [
             tuple(
-                tuple(sum(ways.get(each, "none") == policy for each in numbers) for policy in self.policies)
+                tuple(sum(ways.get(each, "none") == policy for each in numbers) for policy in lane.policies)
                 for _, numbers in blocks
             )
             for blocks in lane.cuts.blocks
@@ -169,7 +170,7 @@ class Estimates:
             recompute=self._option(lane, counts),
             shares=deal.shares,
         )
-        again = tuple(by_policy(self.policies, each) for each in counts)
+        again = tuple(by_policy(lane.policies, each) for each in counts)
         each = (stages[place][0] - lane.works[place].sent_forward for place in range(slow, len(stages), ranks))
         forward = number * math.fsum(each)
         device, host, disk = fullest.device, fullest.host, fullest.disk
@@ -252,8 +253,8 @@ class Estimates:
         """The plan's `recompute`."""
         if (given := self.task.pins.get("recompute")) is not None:
             return given if isinstance(given, str) else dict(given)
-        if len(self.policies) == 1 or not self._recomputes(counts):
-            return self.policies[0]
+        if len(lane.policies) == 1 or not self._recomputes(counts):
+            return lane.policies[0]
         places = {policy: lane.places(policy, counts) for policy in ("full", "selective")}
         number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
         if not any(places.values()):

@@ -3,6 +3,7 @@ and how far the machine reaches. All from the prices of the search, nothing is t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,15 +70,19 @@ def why_not(chosen: Estimate, other: Estimate) -> str:
     gained = min(more, key=lambda what: more[what])
     saved = f", {gained} {more[gained]:.3g} s" if more[gained] < -1e-3 * chosen.seconds else ""
     slower = other.seconds / chosen.seconds - 1
-    return f"{slower:+.1%}: {', '.join(parts) or 'no term is larger'}{saved}"
+    sure = "; compiling is to spare more" if other.choice.compile and slower < 0 and not chosen.choice.compile else ""
+    return f"{slower:+.1%}: {', '.join(parts) or 'no term is larger'}{saved}{sure}"
 
 
 def fragile(chosen: Estimate, others: Sequence[Estimate]) -> dict[str, int]:
-    """The terms of which an error of 10%, either way, would have another candidate win, and which one."""
+    """The terms of which an error of 10%, either way, would have another candidate win, and which one. Those that are
+    faster as it is were passed over for another reason."""
     found: dict[str, int] = {}
+    least = [each.seconds if each.seconds < chosen.seconds else 0.0 for each in (chosen, *others)]
     for what in TERMS:
         for factor in (1.1, 0.9):
-            seconds = [each.seconds + (factor - 1) * each.terms.get(what, 0.0) for each in (chosen, *others)]
+            off = [each.seconds + (factor - 1) * each.terms.get(what, 0.0) for each in (chosen, *others)]
+            seconds = [math.inf if passed else each for each, passed in zip(off, least, strict=True)]
             best = min(range(len(seconds)), key=seconds.__getitem__)
             if best and seconds[best] < seconds[0] * (1 - 1e-9):
                 found.setdefault(what, best)

@@ -192,11 +192,12 @@ GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
 """What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
 
 
-def policies_of(task: Task) -> tuple[str, ...]:
-    """The ways to treat a block that are tried, or that the plan's `recompute` has, the one that keeps most first."""
+def policies_of(task: Task, compiled: bool = False) -> tuple[str, ...]:
+    """The ways to treat a block that are tried, or that the plan's `recompute` has, the one that keeps most first.
+    Compiled blocks show no operations whose results could be kept."""
     given = task.pins.get("recompute")
     if given is None:
-        return tuple(policy for policy in POLICIES if policy in task.recompute)
+        return tuple(each for each in POLICIES if each in task.recompute and (each != "selective" or not compiled))
     name = option_name(given, "recompute")
     return POLICIES if name == "blocks" else (name if name in POLICIES else "none",)
 

@@ -46,7 +46,8 @@ class PartProfile:
     """One part of a model. Quantities of one row, but `weights`, `trained` and `experts` (elements of parameters, of
     stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes
     that products and attention read and write; `spared`: the share of products that backward does not need again, as
-    they come after the last tensor that it asks for; `multiplied`: number of products, which depends on no degree."""
+    they come after the last tensor that it asks for; `multiplied`: number of products, which depends on no degree;
+    `fused`, `kernels`: `touched` and `calls` where the part is compiled (see fusion)."""
 
     name: str
     is_block: bool
@@ -65,6 +66,8 @@ class PartProfile:
     operands: Cut = field(default_factory=lambda: Cut(0.0, {}))
     spared: float = 0.0
     multiplied: int = 0
+    fused: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    kernels: Cut = field(default_factory=lambda: Cut(0.0, {}))
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Profile:
         return sum(part.is_block for part in self.parts)
 
 
-QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "given", "operands")
+QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "given", "operands", "fused", "kernels")
 
 
 def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
@@ -148,6 +151,8 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         quantities["operands"],
         seen.last / seen.products if seen.products else 0.0,
         seen.multiplied,
+        quantities["fused"],
+        quantities["kernels"],
     )
 
 

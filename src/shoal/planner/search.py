@@ -18,6 +18,7 @@ from itertools import product
 
 from shoal.errors import UserError
 from shoal.plan import option_name, option_parameters
+from shoal.planner.costs import COMPILING
 from shoal.planner.degrees import Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.lanes import alone
@@ -27,6 +28,8 @@ BEST = 12
 """Candidates that are kept for the simulation of events."""
 WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the activations that wait on the host, that are tried."""
+SURE = 0.05
+"""The share of a step that compiling blocks has to spare: predictions are off by about as much."""
 LONGEST = 64
 """Microbatches of more rows are not tried: products are at their best rate long before."""
 
@@ -50,7 +53,10 @@ class Search(Estimates):
         """Seconds that no choice of these degrees is faster than."""
         per, rows = self._per(spread), min(self._per(spread), LONGEST)
         alike = self.prices.alike(range(len(self.prices.pieces)))
-        one = math.fsum(number * alone(self.prices, place, spread, rows) for place, number in alike) / rows
+        one = min(
+            math.fsum(number * alone(self.by_compile[compiled], place, spread, rows) for place, number in alike) / rows
+            for compiled in self.compiles
+        )
         if capacity := self.replicas(spread).capacity:
             return self.task.rows * one / capacity + self.task.cluster.step
         return per * one / math.fsum(self.prices.speeds(spread.stages)) + self.task.cluster.step
@@ -76,11 +82,11 @@ class Search(Estimates):
                 if not fits:
                     if nearest is None or estimate.bytes < nearest.bytes:
                         nearest = estimate
-                elif estimate.seconds < self._worst:
-                    entry = (-estimate.seconds, -priced, estimate)
+                elif (seconds := self.rank(estimate)) < self._worst:
+                    entry = (-seconds, -priced, estimate)
                     (heapq.heappush if len(self._best) < BEST else heapq.heapreplace)(self._best, entry)
         ranked = [self.simulated(each) for _, _, each in sorted(self._best, reverse=True)]
-        ranked.sort(key=lambda each: each.seconds)  # stable: of equal ones the first stays
+        ranked.sort(key=self.rank)  # stable: of equal ones the first stays
         return Found(tuple(ranked), priced, len(bounds), bounded, nearest)
 
     def fits(self, estimate: Estimate) -> bool:
@@ -93,6 +99,22 @@ class Search(Estimates):
         """Whether nothing is computed again but what a pin says."""
         return estimate.choice.recompute == "none" or "recompute" in self.task.pins
 
+    @cached_property
+    def compiles(self) -> tuple[bool, ...]:
+        """Whether blocks are compiled, the fastest first."""
+        if "compile" in self.task.pins:
+            return (self.task.pins["compile"] in (True, "inductor"),)  # other backends fuse nothing
+        kept = "selective" in str(self.task.pins.get("recompute"))  # of operations, which compiled blocks do not show
+        return (True, False) if self.task.compiled and not kept else (False,)
+
+    def rank(self, estimate: Estimate) -> float:
+        """Seconds of a step by which candidates are ranked: with compiled blocks they have to be `SURE` to be fewer,
+        and a step has its share of what compiling takes before the first one."""
+        if not estimate.choice.compile or "compile" in self.task.pins:
+            return estimate.seconds
+        kinds = len({part.kind for part in self.task.profile.parts if part.is_block})
+        return (1 + SURE) * estimate.seconds + COMPILING * kinds / (self.task.steps or math.inf)
+
     @property
     def _worst(self) -> float:
         """Seconds that a candidate has to stay below."""
@@ -100,9 +122,9 @@ class Search(Estimates):
 
     def choices(self, spread: Spread) -> Iterator[Choice]:
         """The choices of these degrees."""
-        tiers = self._tiers(spread)
-        for rows, (schedule, chunks) in product(self._microbatches(spread), self._schedules(spread)):
-            first = Choice(spread, rows, schedule=schedule, chunks=chunks)
+        tiers, kinds = self._tiers(spread), product(self._schedules(spread), self.compiles)
+        for rows, ((schedule, chunks), compiled) in product(self._microbatches(spread), list(kinds)):
+            first = Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
             if self.least(first) < self._worst:
                 yield from (replace(first, zero=zero, shard=shard, offload=away) for zero, shard, away in tiers)
 

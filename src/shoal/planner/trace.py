@@ -43,6 +43,7 @@ class Seen:
     - `operands`: bytes that products and attention read and write
     - `last`: those of `products` that come after the last tensor that backward keeps: they are not computed again
     - `multiplied`: number of products
+    - `fused`, `kernels`: what is left of `touched` and of `calls` where it is compiled
     - `sent`: calls and bytes by (operation, group) in the forward
     """
 
@@ -57,6 +58,8 @@ class Seen:
     operands: int
     last: float
     multiplied: int
+    fused: int
+    kernels: int
     saved: int
     given: int
     sent: dict[tuple[str, str], Traffic]
@@ -150,7 +153,7 @@ class _Looker:
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
         self._log, self._read, self._at = log, 0, 0
-        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, ""] for _ in self._units]
+        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, ""] for _ in self._units]
         self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._before = dict[tuple[str, str], Traffic]()
         self._known.clear()
@@ -160,7 +163,7 @@ class _Looker:
         self._note()
         self._open = False
         self.found = [
-            Seen(unit.name, unit.is_block, sums[10] or unit.name, *sums[:10], sent)  # type: ignore[call-arg]
+            Seen(unit.name, unit.is_block, sums[12] or unit.name, *sums[:12], sent)  # type: ignore[call-arg]
             for unit, sums, sent in zip(self._units, self._sums, self._sent, strict=True)
         ]
         first: dict[str, Seen] = {}
@@ -175,14 +178,14 @@ class _Looker:
             self._note()
             self._at = place
             given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-            self._sums[place][9] += sum(each.nbytes for each in given if each.requires_grad)
+            self._sums[place][11] += sum(each.nbytes for each in given if each.requires_grad)
 
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a block, or, where one like it has run, tensors of the same shapes."""
         if not self._open:
             return forward(*args, **kwargs)
         key = _key(unit, (args, kwargs))
-        self._sums[self._at][10] = key
+        self._sums[self._at][12] = key
         if key in self._known:
             return _alike(self._known[key], [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
         out = forward(*args, **kwargs)
@@ -197,7 +200,7 @@ class _Looker:
         events, self._read = self._log[self._read :], len(self._log)
         for place, value in enumerate(counts.all):
             sums[place] += value
-        sums[8] += sum(value for what, value in events if what == "saved")
+        sums[10] += sum(value for what, value in events if what == "saved")
         counts.clear()
         now = _traffic(self._ready)
         for key, each in now.items():

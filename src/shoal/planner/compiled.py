@@ -1,0 +1,79 @@
+"""Whether the blocks of a model can be compiled, each into one graph, found without computing or compiling anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.module.build import build_blank, without_values
+from shoal.module.compiling import blocks
+from shoal.module.recompute import without_caches
+from shoal.plan import Plan
+from shoal.planner.dry_run import run
+from shoal.planner.prepare import Subject, in_one_line, prepared
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that a block is called with."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_grad: bool
+
+    def made(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.wants_grad)
+
+
+def why_not_compiled(subject: Subject) -> str:
+    """Why the blocks of the model of `subject` are not compiled without being asked for: torch's compiler does not
+    trace each of them into one graph; "" where it does. Each kind of block is traced on the meta device with what a dry
+    run calls it with, which takes seconds. Raises UserError for a model that cannot be run dry."""
+    module = without_values(subject.factory)
+    if module is None:
+        return "the model cannot be made without its values"
+    without_caches(module)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(subject.precision.model)
+    known: set[str] = set()
+    for block, calls in zip(blocks(module.train()), _calls(subject), strict=True):
+        shapes = [(name, tuple(each.shape)) for name, each in block.named_parameters()]
+        key = repr((block, shapes, calls))
+        if calls and key not in known:
+            known.add(key)
+            if why := _traced(block, *calls[0]):
+                return f"{type(block).__name__} is not one graph for torch.compile: {why}"
+    return ""
+
+
+def _calls(subject: Subject) -> list[list[tuple[Any, Any]]]:
+    """What each block of the model is called with in a microbatch."""
+    found: list[list[tuple[Any, Any]]] = []
+    with in_one_line(), prepared(build_blank(subject.factory), replace(subject, plan=Plan(), rank=0)) as ready:
+        for block in blocks(ready.local.module):
+            found.append([])
+            block.register_forward_pre_hook(partial(_note, found[-1]), with_kwargs=True)
+        run(ready, subject)
+    return found
+
+
+def _note(calls: list[tuple[Any, Any]], module: nn.Module, args: Any, kwargs: Any) -> None:
+    calls.append(
+        tree_map_only(Tensor, lambda each: _Given(tuple(each.shape), each.dtype, each.requires_grad), (args, kwargs))
+    )
+
+
+def _traced(block: nn.Module, args: Any, kwargs: Any) -> str:
+    """Why a block is not one graph; "" if it is."""
+    args, kwargs = tree_map_only(_Given, _Given.made, (args, kwargs))
+    try:
+        torch.compile(block.forward, backend="eager", fullgraph=True)(*args, **kwargs)
+    except Exception as error:  # the compiler's, or of somebody else's code; it has many lines
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ""
