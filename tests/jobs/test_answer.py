@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.answer import answer_for
+from shoal.cli.answer import Options, answer_for
 from shoal.comm import World
 from shoal.jobs.read import load_job
 from shoal.plan import Plan
@@ -52,7 +52,7 @@ def trained(world: World, cache: str, path: Path) -> tuple[int, Any]:
     return in_cache(world, cache, job), job.plan
 
 
-def as_printed(job: Path, given: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> tuple[Plan, str]:
+def as_printed(job: Path, given: Options, capsys: pytest.CaptureFixture[str]) -> tuple[Plan, str]:
     """The plan under which two ranks train the job with what is printed for it, and all that is printed."""
     answer_for(job, [], given, False, None)
     printed = capsys.readouterr().out
@@ -71,11 +71,11 @@ def test_what_is_printed_trains_as_it_is(pins, corpus, tmp_path, capsys):
     job, machine = tmp_path / "job.toml", tmp_path / "two.toml"
     job.write_text(JOB.format(corpus=corpus, run_dir=tmp_path / "run"))
     machine.write_text(UNLIKE)
-    given = (str(machine), pins, None, "2MB" if "dp=2" in pins else "1.6MB")
+    given = Options(str(machine), pins, None, "2MB" if "dp=2" in pins else "1.6MB")
     chosen, printed = as_printed(job, given, capsys)
     assert chosen.recompute["name"] == "blocks" and "all computed again" in printed
     assert chosen.shares == ((3, 1) if "dp=2" in pins else ())
-    answer_for(job, [], (str(machine), [], None, given[3]), True, None)
+    answer_for(job, [], Options(str(machine), device=given.device), True, None)
     told = json.loads(capsys.readouterr().out)
     assert told["plan"] == json.loads(json.dumps(chosen.to_dict())), "what is given is priced as it is given"
     assert told["shares"] == list(chosen.shares) and len(told["recompute_by_stage"]) == len(chosen.stages or [6])
@@ -85,7 +85,7 @@ def test_a_budget_of_memory_that_is_printed_trains_as_it_is(corpus, tmp_path, ca
     job, machine = tmp_path / "job.toml", tmp_path / "two.toml"
     job.write_text(JOB.format(corpus=corpus, run_dir=tmp_path / "run"))
     machine.write_text(f'[[hosts]]\ndevice = "h100"\ncount = 2\nmemory = "2500KiB"\nscratch = "{tmp_path}/pages"\n')
-    chosen, printed = as_printed(job, (str(machine), ["dp=2", "zero=0"], None, "1.2MB"), capsys)
+    chosen, printed = as_printed(job, Options(str(machine), ["dp=2", "zero=0"], device="1.2MB"), capsys)
     assert chosen.memory == {"device": "1171KiB", "host": "1000KiB", "disk": f"{tmp_path}/pages"}
     assert "at home on the host" in printed and "at home on the disk" in printed and "needs at least" in printed
     assert any((tmp_path / "pages").iterdir()), "the pages lie there"

@@ -99,6 +99,13 @@ def test_what_a_job_may_say():
     for plan in ({"measure": 3}, {"name": "auto", "measure": -1}, {"name": "auto", "measure": "3"}):
         with pytest.raises(UserError, match="measure"):
             parse_job({**base, "plan": plan})
+    allowing = parse_job({**base, "plan": {"name": "auto", "allow": ["bf16", "bytegrad", "bf16"]}})[0]
+    assert allowing.auto.allow == ("bf16", "bytegrad") and allowing.plan == Plan()
+    for allow, why in (("bf16", "names of exchanges"), (["bf61"], "did you mean bf16|bf16")):
+        with pytest.raises(UserError, match=why):
+            parse_job({**base, "plan": {"name": "auto", "allow": allow}})
+    with pytest.raises(UserError, match=r"plan\.exchange"):
+        parse_job({**base, "plan": {"allow": ["bf16"]}})
     with pytest.raises(UserError, match="run\\.at"):
         at = {"at": [{"step": 1, "plan": {"zero": 1}}]}
         parse_job({**base, "plan": {"name": "auto", "measure": 3}, "run": at})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.answer import answer_for, money
+from shoal.cli.answer import Options, answer_for, money
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.jobs import answer, gain
@@ -192,7 +192,7 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
         f'[data]\nsource = "{text}"\nsequence = 16\nvalidation = 0.0\n'
         '[train]\nsteps = 4\nglobal_batch = 64\nprecision = "bf16"\n'
     )
-    answer_for(job, [], ("2xh100", ["pp=2", "schedule=1f1b"], None, None), True, page)
+    answer_for(job, [], Options("2xh100", ["pp=2", "schedule=1f1b"]), True, page)
     told = json.loads(capsys.readouterr().out)
     plan = Plan.from_dict(told["plan"])
     assert plan.size == 2 and plan.pp == 2 and sum(plan.stages) == 8  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
         assert title in drawn, title
     assert "Blocks of the stages: " + ", ".join(map(str, plan.stages)) in drawn  # type: ignore[arg-type]
     with pytest.raises(UserError, match="price"):
-        answer_for(job, [], ("2xh100", [], "10USD", None), True, None)
+        answer_for(job, [], Options("2xh100", budget="10USD"), True, None)
 
 
 def test_money() -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,15 +40,22 @@ WHAT = {
 """The terms of a step for a reader."""
 
 
-Options = tuple[str, Sequence[str], str | None, str | None]
+class Options(NamedTuple):
+    """What `shoal plan` is given beside the job: --on, --pin, --budget, --device and --allow."""
+
+    on: str
+    pins: Sequence[str] = ()
+    budget: str | None = None
+    device: str | None = None
+    allow: Sequence[str] = ()
 
 
 def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: bool, page: Path | None) -> None:
-    """Asks the planner and prints what it found. `given`: --on, --pin, --budget and --device; `page`: an HTML file to
-    write besides. Raises UserError where nothing is legal or fits."""
-    on, pins, budget, device = given
-    limit = None if device is None else float(nbytes(device, "--device"))
-    chosen = ask(job, assignments, Asked(on, pins, None if budget is None else money(budget), limit))
+    """Asks the planner and prints what it found. `page`: an HTML file to write besides. Raises UserError where nothing
+    is legal or fits."""
+    limit = None if given.device is None else float(nbytes(given.device, "--device"))
+    budget = None if given.budget is None else money(given.budget)
+    chosen = ask(job, assignments, Asked(given.on, given.pins, budget, limit, given.allow))
     told = explain(chosen.task, chosen.estimate, chosen.others)
     if page is not None:
         from shoal.cli.answer_page import write_page

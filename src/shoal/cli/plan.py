@@ -17,10 +17,15 @@ Nproc = Annotated[
 Pins = Annotated[
     list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="With --on: given, the rest is found: tp=8.")
 ]
+Allowed = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="EXCHANGE", help="With --on: may be taken too, though it is lossy: bf16."),
+]
 Compared = Annotated[
     Path | None,
     typer.Option("--compare", metavar="RUN", help="Instead of a job: what a run took beside the forecast."),
 ]
+NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --compare: keeps nothing for later plans.")]
 Measured = Annotated[
     Path | None,
     typer.Option("--measure", metavar="FILE", help="Instead of a job: measures this machine, for --on FILE."),
@@ -43,18 +48,17 @@ def plan(
         str | None, typer.Option(metavar="MACHINE", help="Finds the plan for 8xh100, h200x64, ... or a cluster.toml.")
     ] = None,
     pins: Pins = None,
+    allow: Allowed = None,
     budget: Annotated[str | None, typer.Option(help="With --on: what the whole job may cost, 40000USD.")] = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --on: draws the plan.")] = None,
     compared: Compared = None,
-    no_learn: Annotated[
-        bool, typer.Option("--no-learn", help="With --compare: keeps nothing for later plans.")
-    ] = False,
+    no_learn: NoLearn = False,
     measured: Measured = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
     """Shows the mesh of ranks and what each holds; with --memory what a job will need, with --on the fastest plan for a
     machine. Nothing is trained. Exit code 1 if it does not fit this machine."""
-    others = (job, memory, assignments, device, host, on, pins, budget, page)
+    others = (job, memory, assignments, device, host, on, pins, allow, budget, page)
     if compared is not None:
         _compare(compared, (*others, nproc, measured), no_learn, as_json)
         return
@@ -67,11 +71,12 @@ def plan(
         if memory or nproc is not None:
             raise UserError("--on says which machine, whose ranks are planned: leave out --memory and --nproc")
         with imports(compiled=False):
-            from shoal.cli.answer import answer_for
+            from shoal.cli.answer import Options, answer_for
 
-        answer_for(job, assignments or [], (on, pins or [], budget, device), as_json, page)
+        asked = Options(on, pins or (), budget, device, allow or ())
+        answer_for(job, assignments or [], asked, as_json, page)
         return
-    for option, value in (("--pin", pins), ("--budget", budget), ("--html", page)):
+    for option, value in (("--pin", pins), ("--allow", allow), ("--budget", budget), ("--html", page)):
         if value:
             raise UserError(f"{option} goes with --on: name a machine, such as --on 8xh100")
     given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoal.chunks import Chunk, GradientPool
 from shoal.comm import Group, Lane
+from shoal.exchange.sends import Sends
 from shoal.optim.optimizer import ChunkOptimizer
 
 USUAL_CHUNK = 25 * 2**20
@@ -139,6 +140,11 @@ class Algorithm:
     def partners_of(self, chunk: Chunk) -> Group:
         """Returns those partners that have `chunk`."""
         return self.partners
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        """Returns what each of `ranks` replicas sends in a step, for the planner. `itemsize`: bytes of an element of
+        the gradients; `side`: of the model's matrices, in elements, where they were squares."""
+        return Sends()
 
     def holds(self, step: int) -> Holds:
         """Returns what the gradient chunks hold at the update of `step`; the same on every replica."""

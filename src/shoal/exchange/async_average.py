@@ -18,6 +18,7 @@ import torch
 from shoal.device import record_use
 from shoal.errors import LaunchError, UserError
 from shoal.exchange.algorithm import Replica, TrainsAlone
+from shoal.exchange.sends import Sends
 
 
 @dataclass
@@ -36,6 +37,9 @@ class AsyncAverage(TrainsAlone):
     interval_ms: float = 500.0
     warmup: int = 0
     bound: int = 64
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(beside=True)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

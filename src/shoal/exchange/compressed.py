@@ -11,6 +11,7 @@ from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.exchange.algorithm import Algorithm, Replica, State
 from shoal.exchange.scatter_gather import Feedback, scatter_gather
+from shoal.exchange.sends import CODED, Sends, coded
 from shoal.plan import Option
 
 
@@ -25,6 +26,9 @@ class Compressed(Algorithm):
     codec: Option = "u8"
     error_feedback: bool = False
     chunk_bytes: int | None = 4 * 2**20
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(coded(self.codec, itemsize), CODED)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

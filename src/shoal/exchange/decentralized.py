@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Replica, TrainsAlone
+from shoal.exchange.sends import Sends
 
 
 def partner(rank: int, size: int, round_: int) -> int:
@@ -39,6 +40,10 @@ class Decentralized(TrainsAlone):
 
     peers: str = "shift_one"
     every: int = 1
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        with_one = ranks / (2 * (ranks - 1)) if self.peers != "all" else 1.0
+        return Sends(with_one * 4 / itemsize / self.every)  # fp32 weights
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -13,6 +13,7 @@ from shoal.chunks import Chunk
 from shoal.device import record_use
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
+from shoal.exchange.sends import Sends
 
 
 @dataclass
@@ -23,6 +24,9 @@ class Delayed(Algorithm):
     """
 
     delay: int = 1
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(beside=True)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

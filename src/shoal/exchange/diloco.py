@@ -23,6 +23,7 @@ from shoal.device import record_use
 from shoal.errors import ArgumentError, UserError
 from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter, part_of_mean
 from shoal.exchange.scatter_gather import scatter_gather
+from shoal.exchange.sends import CODED, Sends, coded
 from shoal.optim.outer import OuterSGD
 from shoal.plan import Option
 
@@ -51,6 +52,9 @@ class DiLoCo(TrainsAlone):
     keep: float = 0.0
     guard: float = 4.0
     chunk_bytes: int | None = 16 * 2**20
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(coded(self.codec, itemsize) / self.every, CODED / self.every, beside=self.overlap > 0)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

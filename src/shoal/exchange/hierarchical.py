@@ -17,6 +17,7 @@ from shoal.comm.connect import this_host
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica
 from shoal.exchange.scatter_gather import scatter_gather
+from shoal.exchange.sends import CODED, Sends, coded
 from shoal.plan import Option
 
 
@@ -34,6 +35,10 @@ class Hierarchical(Algorithm):
     def __post_init__(self) -> None:
         if self.chunk_bytes is None and not codec(self.codec).lossless:
             self.chunk_bytes = USUAL_CHUNK
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        lossless = codec(self.codec).lossless
+        return Sends() if lossless else Sends(coded(self.codec, itemsize), CODED, inside_hosts=True)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -18,6 +18,7 @@ from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
 from shoal.exchange.composed import Composed
+from shoal.exchange.sends import Sends
 from shoal.plan import Option
 
 
@@ -58,6 +59,15 @@ class Islands(Composed):
                 f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must "
                 "let them train alone"
             )
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        share = passes = 0.0
+        for part, among in ((self._inside, min(self.ranks, ranks)), (self._across, ranks // self.ranks)):
+            if among > 1:
+                its = part.sends(among, itemsize, side)
+                share += its.share * (1 - 1 / among) / (1 - 1 / ranks)
+                passes += its.passes
+        return Sends(share, passes)
 
     @property
     def partners(self) -> Group:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Replica, State, TrainsAlone, part_of_mean
+from shoal.exchange.sends import Sends
 
 
 @dataclass
@@ -23,6 +24,9 @@ class LocalSGD(TrainsAlone):
 
     every: int = 8
     start: int = 0
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(4 / itemsize / self.every)  # fp32 weights
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

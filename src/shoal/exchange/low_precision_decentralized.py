@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.comm.codecs import codec
 from shoal.exchange.algorithm import USUAL_CHUNK, Replica, TrainsAlone
+from shoal.exchange.sends import CODED, Sends, coded
 from shoal.plan import Option
 
 
@@ -27,6 +28,9 @@ class LowPrecisionDecentralized(TrainsAlone):
     codec: Option = "u8"
     every: int = 1
     chunk_bytes: int | None = USUAL_CHUNK
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(coded(self.codec, itemsize) * ranks / (ranks - 1) / self.every, CODED / self.every)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

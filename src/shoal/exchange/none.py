@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.exchange.algorithm import USUAL_CHUNK, TrainsAlone
+from shoal.exchange.sends import Sends
 
 
 @dataclass
@@ -12,3 +13,6 @@ class NoExchange(TrainsAlone):
     """Leaves the gradients of this rank's own samples as they are, and sends nothing at all."""
 
     chunk_bytes: int | None = USUAL_CHUNK
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(0.0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.chunks import Chunk, Slot
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica, State, by_parameter
 from shoal.exchange.kept import Kept, parts_of
+from shoal.exchange.sends import CODED, Sends
 from shoal.module.random import mix, name_key
 
 
@@ -34,6 +35,10 @@ class PowerSGD(Algorithm):
     min_compression: float = 2.0
     start: int = 10
     chunk_bytes: int | None = USUAL_CHUNK
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        share = min(2 * self.rank / side, 1.0)
+        return Sends(share if share <= 1 / self.min_compression else 1.0, CODED)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

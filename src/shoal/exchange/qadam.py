@@ -20,6 +20,7 @@ from shoal.comm.codecs import codec
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
 from shoal.exchange.scatter_gather import Feedback, scatter_gather
+from shoal.exchange.sends import CODED, Sends, coded
 from shoal.optim.fused import FlatOptimizer
 from shoal.plan import Option
 
@@ -39,6 +40,9 @@ class QAdam(Algorithm):
     codec: Option = "u8"
     error_feedback: bool = True
     chunk_bytes: int | None = 4 * 2**20
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(coded(self.codec, itemsize), CODED)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

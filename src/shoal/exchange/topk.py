@@ -12,6 +12,7 @@ from shoal.chunks import Chunk
 from shoal.comm.codecs import ErrorFeedback, codec
 from shoal.exchange.algorithm import Algorithm, Replica, State, by_parameter
 from shoal.exchange.kept import Kept, parts_of
+from shoal.exchange.sends import CODED, Sends, coded
 from shoal.plan import Option
 
 
@@ -21,6 +22,10 @@ class TopK(Algorithm):
 
     ratio: float = 0.01
     chunk_bytes: int | None = 16 * 2**20
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        share = coded({"name": "topk", "ratio": self.ratio}, itemsize)
+        return Sends(share * ranks / 2, 2 * CODED)  # everybody gets what everybody sends
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -25,7 +25,7 @@ from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
-from shoal.planner.task import Estimate, Found, Task, spoken
+from shoal.planner.task import EXACT, Estimate, Found, Task, spoken
 from shoal.precision import precision
 
 TRIES = 12
@@ -143,6 +143,7 @@ def task_of(
         pins,
         legal,
         limit,
+        exchanges=tuple(dict.fromkeys((EXACT, *job.auto.allow))),
         compiled=not any(device.on_host for device in cluster.devices),
     )
 

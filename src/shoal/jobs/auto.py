@@ -12,7 +12,7 @@ from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here
-from shoal.jobs.read import load_job, plan_assignments
+from shoal.jobs.read import allowed, load_job, plan_assignments
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.cluster_file import cluster_of
@@ -23,12 +23,14 @@ from shoal.planner.machines import BETWEEN, MACHINES
 @dataclass(frozen=True)
 class Asked:
     """What the planner is asked beside the job: the machine (see `cluster_of`), fields of the plan that are given
-    ("tp=8"), what the whole job may cost, and bytes that a rank may use of its device."""
+    ("tp=8"), what the whole job may cost, bytes that a rank may use of its device, and exchanges that may be taken
+    beside the exact one and those that the job allows."""
 
     on: str
     pins: Sequence[str] = ()
     budget: float | None = None
     limit: float | None = None
+    allow: Sequence[str] = ()
 
 
 def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
@@ -36,7 +38,8 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     nothing is legal or fits."""
     job, origins = load_job(path, assignments)
     pins = {**pinned(job, origins), **plan_assignments([f"plan.{each}" for each in asked.pins])}
-    settled = opened(replace(job, plan=Plan()), origins)
+    auto = replace(job.auto, allow=(*job.auto.allow, *allowed(asked.allow, "--allow")))
+    settled = opened(replace(job, plan=Plan(), auto=auto), origins)
     cluster = named(asked.on, settled, ranks_here(job))
     if asked.on == HERE:
         task = task_here(settled, cluster, pins, asked.limit)

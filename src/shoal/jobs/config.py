@@ -145,11 +145,12 @@ class Run:
 class Auto:
     """What a job says of its plan beside the fields of a Plan: `wanted`, by plan = "auto" or plan.name = "auto", is
     found by the planner around the fields that are given. `measure`: so many of its best are tried in the run for a few
-    steps each, and the fastest stays. `open`: a file gives no plan at all, so the planner is asked where that is worth
-    it."""
+    steps each, and the fastest stays. `allow`: exchanges that may be taken beside the exact one. `open`: a file gives
+    no plan at all, so the planner is asked where that is worth it."""
 
     wanted: bool = False
     measure: int = 0
+    allow: tuple[str, ...] = ()
     open: bool = False
 
 

@@ -99,8 +99,8 @@ def parse_job(
 
 
 def _auto(plan: dict[str, Any], where: str) -> Auto:
-    """Takes `name` and `measure` out of [plan], which are no fields of a Plan."""
-    name, measure = plan.pop("name", None), plan.pop("measure", 0)
+    """Takes `name`, `measure` and `allow` out of [plan], which are no fields of a Plan."""
+    name, measure, allow = plan.pop("name", None), plan.pop("measure", 0), plan.pop("allow", [])
     if name is not None and name != AUTO:
         raise UserError(f'plan.name = {name!r} in {where}: a plan has no name; plan = "auto" has the planner find it')
     if type(measure) is not int or measure < 0:
@@ -109,7 +109,23 @@ def _auto(plan: dict[str, Any], where: str) -> Auto:
         raise UserError(
             f'plan.measure = {measure} in {where} tries plans of the planner: give plan.name = "auto" beside it'
         )
-    return Auto(name == AUTO, measure, not plan and name is None)
+    if allow and name != AUTO:
+        raise UserError(
+            f'plan.allow = {allow!r} in {where} is for the planner: give plan.name = "auto" beside it, or plan.exchange'
+        )
+    return Auto(name == AUTO, measure, allowed(allow, f"plan.allow in {where}"), not plan and name is None)
+
+
+def allowed(names: Any, what: str) -> tuple[str, ...]:
+    """Names of exchanges that a plan may have. Raises UserError for what is none."""
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        raise UserError(f'{what}: give names of exchanges, e.g. ["bf16", "bytegrad"]')
+    if names:
+        from shoal.exchange.named import algorithm  # imports torch
+
+        for name in names:
+            algorithm(name)
+    return tuple(dict.fromkeys(names))
 
 
 def _as_long(federated: Federated) -> tuple[str, Any]:
@@ -166,7 +182,7 @@ def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
 
 def _check(section: str, key: str, value: Any, where: str) -> None:
     """Raises UserError for an unknown key or a value of another type. The model itself checks `[model]`."""
-    if section == "model" or (section == "plan" and key in ("name", "measure")):
+    if section == "model" or (section == "plan" and key in ("name", "measure", "allow")):
         return
     hints = get_type_hints(SECTIONS[section])
     if key not in hints:

@@ -120,7 +120,7 @@ def key_of(job: Job, origins: Origins, pins: Mapping[str, Any], ranks: int) -> s
         known["train"].pop(limit, None)
     if origins.get("train.microbatch") in ("file", "cli"):
         known["train"]["microbatch"] = job.train.microbatch
-    content = json.dumps([known, dict(pins), job.auto.measure, ranks], sort_keys=True, default=str)
+    content = json.dumps([known, dict(pins), job.auto.measure, job.auto.allow, ranks], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

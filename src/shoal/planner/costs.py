@@ -25,10 +25,9 @@ ATTENTION_BACKWARD = 2.5
 """Of the operations of forward: the scores are computed again."""
 ATTENTION_REACHES = 0.75
 """Of what products reach."""
-CALLED = 20
-"""Launches that a call of a compiled block takes beside those of its kernels: its guards, and torch around it."""
-COMPILING = 30.0
-"""Seconds until a block of a kind is compiled, there and back. Assumed."""
+CALLED, COMPILING = 20, 30.0
+"""Of a compiled block: launches that a call takes beside its kernels, for guards and torch around it; seconds until one
+of a kind is compiled, there and back. Assumed."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
@@ -103,6 +102,12 @@ class Prices:
         """Elements that parts of the model share."""
         profile = self.task.profile
         return max(0.0, math.fsum(part.weights.value for part in profile.parts) - profile.parameters)
+
+    @cached_property
+    def side(self) -> float:
+        """Of the matrices of a block, in elements, were they squares of one size."""
+        parts = self.task.profile.parts
+        return math.sqrt(max(1.0, *(part.weights.value / max(1, part.multiplied) for part in parts if part.is_block)))
 
     def alike(self, places: range) -> tuple[tuple[int, int], ...]:
         """The distinct pieces among `places`, in order, and how many are like each."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 from shoal.exchange.algorithm import USUAL_CHUNK
+from shoal.exchange.named import algorithm
+from shoal.exchange.sends import Sends
 from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Link
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
 from shoal.planner.held import Held, copies, elements, is_cut, resting
-from shoal.planner.task import Choice
+from shoal.planner.task import EXACT, Choice
 
 
 def exchanged(
@@ -23,6 +25,7 @@ def exchanged(
     weights, trained, experts = elements(own, tied)
     if ranks == 1:
         return 0.0, {}
+    sends = sends_of(prices, choice)
     reduced = numbers.gradient * trained
     link = cluster.link(spread.stride("copies") // spread.tokens, ranks)
     with_experts = max(1, ranks // spread.experts)
@@ -32,8 +35,12 @@ def exchanged(
     parts = (reduced, ranks), (numbers.gradient * experts, with_experts)
     calls = [chunks(nbytes, link, among) for nbytes, among in parts]
     for (nbytes, among), times in zip(parts, calls, strict=True):
-        total += link.seconds(operation, again * nbytes, among, again * times)
-        wire += again * nbytes * (among > 1)
+        total += link.seconds(operation, sends.share * again * nbytes, among, again * times if sends.share else 0)
+        wire += sends.share * again * nbytes * (among > 1)
+        if sends.inside_hosts and among > 1:  # all of it travels inside of a host before
+            total += cluster.hosts[0].inside.seconds(operation, again * nbytes, min(among, cluster.per_host))
+    device = prices.slowest
+    coding = again * sends.passes * (reduced + numbers.gradient * experts) / (device.bandwidth * device.streams)
     together = copies(choice)[0]
     passes = is_cut(choice, "weights")  # they are gathered to be used
     if choice.zero and not passes:
@@ -50,13 +57,22 @@ def exchanged(
         nbytes = often * numbers.weight * (weights + experts)
         gathered = inner.seconds("all_gather", nbytes, together, often * sum(calls))
         wire += nbytes
-    hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes else window[0])
-    early = total * (1 - REDUCED_AT_ONCE) + gathered
+    hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes or sends.beside else window[0])
+    last = 0.0 if sends.beside else REDUCED_AT_ONCE
+    early = total * (1 - last) + gathered + (0.0 if device.on_host else coding)
     waits = cluster.contention * min(early, hidden)
-    waits += total * REDUCED_AT_ONCE + gathered * GATHERED_FIRST
-    if passes and prices.slowest.on_host:
-        waits += often * sum(calls) * HOOKS * prices.slowest.launch
+    waits += total * last + gathered * GATHERED_FIRST + (coding if device.on_host else 0.0)
+    if passes and device.on_host:
+        waits += often * sum(calls) * HOOKS * device.launch
     return max(0.0, early - hidden) + waits, {"copies": wire}
+
+
+def sends_of(prices: Prices, choice: Choice) -> Sends:
+    """What the exchange of a choice sends, or that which is pinned."""
+    option = prices.task.pins.get("exchange", choice.exchange)
+    if option == EXACT:
+        return Sends()
+    return algorithm(option).sends(choice.spread.replicas, prices.task.numbers.gradient, prices.side)
 
 
 GATHERED_FIRST = 0.1

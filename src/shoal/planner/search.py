@@ -13,16 +13,17 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
+from shoal.assembly.compatibility import check_exchange
 from shoal.errors import UserError
 from shoal.plan import option_name, option_parameters
 from shoal.planner.costs import COMPILING
 from shoal.planner.degrees import Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.lanes import alone
-from shoal.planner.task import Choice, Estimate, Found, Offload, Task, spoken
+from shoal.planner.task import EXACT, Choice, Estimate, Found, Offload, Task, spoken
 
 BEST = 12
 """Candidates that are kept for the simulation of events."""
@@ -126,7 +127,17 @@ class Search(Estimates):
         for rows, ((schedule, chunks), compiled) in product(self._microbatches(spread), list(kinds)):
             first = Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
             if self.least(first) < self._worst:
-                yield from (replace(first, zero=zero, shard=shard, offload=away) for zero, shard, away in tiers)
+                tiered = [replace(first, zero=zero, shard=shard, offload=away) for zero, shard, away in tiers]
+                yield from (replace(each, exchange=how) for each in tiered for how in self._exchanges(each))
+
+    def _exchanges(self, choice: Choice) -> Iterator[str]:
+        """The exchanges that go with a choice, of those that may be."""
+        if "exchange" in self.task.pins or choice.spread.replicas == 1:
+            yield EXACT
+            return
+        for name in self.task.exchanges:
+            if name == EXACT or _goes_with(name, choice.spread, choice.zero, choice.offload is not None):
+                yield name
 
     def _per(self, spread: Spread) -> int:
         """Rows of a replica in a step."""
@@ -183,6 +194,16 @@ class Search(Estimates):
         on_host = [Offload(self.task.most, activations=share) for share in WAITING]
         on_disk = [replace(each, host=cluster.host_memory, disk=scratch) for each in on_host]
         return [None, *on_host, *([] if scratch is None else on_disk)]
+
+
+@lru_cache(maxsize=4096)
+def _goes_with(exchange: str, spread: Spread, zero: int, offloads: bool) -> bool:
+    """Whether an engine would take such an exchange beside the rest of a plan."""
+    try:
+        check_exchange(spread.plan(exchange=exchange, zero=zero, memory={} if offloads else None), "whole")
+    except UserError:
+        return False
+    return True
 
 
 def _nearer(choice: Choice, away: Offload) -> list[Choice]:

@@ -46,6 +46,10 @@ class Numbers:
     state: float
 
 
+EXACT = "allreduce"
+"""The exchange that changes nothing of what is computed."""
+
+
 @dataclass(frozen=True)
 class Task:
     """What is asked.
@@ -56,6 +60,7 @@ class Task:
     - `legal`: numbers that degrees have to divide ("parts", "tokens", "experts", "heads"), a missing one is 1
     - `limit`: bytes that a rank may use of its device; by default `usable` of the cluster's memory
     - `recompute`, `schedules`: those that are tried
+    - `exchanges`: algorithms by which replicas may agree, by name
     - `compiled`: whether compiled blocks are tried beside those that run as they are written
     """
 
@@ -70,6 +75,7 @@ class Task:
     limit: float | None = None
     recompute: tuple[str, ...] = ("none", "selective", "full")
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1))
+    exchanges: tuple[str, ...] = (EXACT,)
     compiled: bool = False
 
     @property
@@ -124,8 +130,9 @@ USABLE = 0.92
 @dataclass(frozen=True)
 class Choice:
     """A point of the search space. `shard`: ranks of `spread.copies` that share one copy of the state; `chunks`: stages
-    of a rank; `offload`: what is at home on the host, None where nothing is; `compile`: whether blocks are compiled.
-    What prices find of it: `stages`, blocks of each stage; `recompute`; and `shares` of the replicas."""
+    of a rank; `offload`: what is at home on the host, None where nothing is; `exchange`: how replicas agree; `compile`:
+    whether blocks are compiled. What prices find of it: `stages`, blocks of each stage; `recompute`; and `shares` of
+    the replicas."""
 
     spread: Spread
     microbatch: int
@@ -135,6 +142,7 @@ class Choice:
     schedule: str = "1f1b"
     chunks: int = 1
     offload: Offload | None = None
+    exchange: str = EXACT
     compile: bool = False
     stages: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
@@ -158,6 +166,8 @@ class Choice:
             others["stages"] = list(self.stages)
         if self.offload:
             others["memory"] = self.offload.table()
+        if self.exchange != EXACT:
+            others["exchange"] = self.exchange
         if self.compile:
             others["compile"] = True
         kept = {key: value for key, value in pins.items() if key not in (*PINS, "context")}
