@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int, int]] 
     "what waits across a product": (lambda x, w: (y := x.exp()) + y @ w, [ROW, SQUARE], 2 * B + 3 * B, 3),
     "views cost nothing": (lambda x: x.exp().view(16, 8).t().tanh(), [ROW], 2 * B, 1),
     "in place": (lambda x, y: x.exp().add_(y), [ROW, ROW], 3 * B, 1),
+    "one after the other in one place": (lambda x, w: [(x @ w).tanh() for _ in range(9)], [ROW, SQUARE], 9 * 2 * B, 18),
     "products alone": (lambda x, w: x @ w, [ROW, SQUARE], 0, 1),
     "a broadcast tensor is as large as its storage": (lambda x, y: x + y.expand(8, 16), [ROW, (1, 16)], 2 * B + 64, 1),
 }

@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 class _Made:
     """A storage by what made it: how many products lie before it on the longest way, the kernel, None for a product or
     what comes from outside, and its bytes. `read`: whether anything has used it, `written`: whether another kernel
-    did."""
+    did; `reads`: what of it kernels have read, by their depth."""
 
     depth: int
     kernel: int | None
     nbytes: int
     read: bool = False
     written: bool = False
+    reads: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 @dataclass
@@ -33,7 +34,6 @@ class Fusion:
     """
 
     _made: dict[int, _Made] = field(default_factory=dict)
-    _reads: set[tuple[Any, ...]] = field(default_factory=set)
     _into: dict[int, int] = field(default_factory=dict)
     _read = _written = _number = _joined = 0
 
@@ -79,9 +79,9 @@ class Fusion:
                 kernel = self._join(kernel, made.kernel)
                 continue
             self._from_another(made)
-            key = depth, _place(each), each.storage_offset(), each.numel()
-            if id(each) in whole and key not in self._reads:
-                self._reads.add(key)
+            key = depth, each.storage_offset(), each.numel()
+            if id(each) in whole and key not in made.reads:
+                made.reads.add(key)
                 self._read += min(each.nbytes, each.untyped_storage().nbytes())
         for each in _tensors(out):
             self._make(each, depth, kernel)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.module.build import build
+from shoal.module.build import build_blank
 from shoal.parallel.tensor import Cuts, cuts_of
 from shoal.parallel.tensor.cut import alike
 from shoal.parallel.tensor.head_counts import HeadCounts
@@ -70,7 +70,7 @@ def layers_of(subject: Subject, rates: Rates, placements: Mapping[str, str] | No
     """Finds what cutting the layers of `subject` saves on these ranks; `placements`: those that are given. Raises
     UserError for a model that cannot be run or cut."""
     with in_one_line():
-        module = build(subject.factory, 0).module
+        module = build_blank(subject.factory).module
         cuts = cuts_of(module, rates.ranks, subject.tensor_rules, None, placements)
         kinds = cuts.kinds(module)
         problem = problem_of(traced(subject), rates)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.module.build import build
+from shoal.module.build import build_blank
 from shoal.module.recompute import without_caches
 from shoal.parallel.tensor.graph.dims import size
 from shoal.parallel.tensor.graph.select import HANDLERS, followed
@@ -40,7 +40,7 @@ def traced(subject: Subject) -> Trace:
         raise _Called
 
     with in_one_line():
-        module = build(subject.factory, 0).module
+        module = build_blank(subject.factory).module
         without_caches(module)
         mode = fake_mode(module)
         hook = module.register_forward_pre_hook(stop, with_kwargs=True)

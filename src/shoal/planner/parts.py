@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from shoal.chunks import Gather
 from shoal.device import is_accelerator, synchronize
 from shoal.errors import UserError, did_you_mean
-from shoal.module.build import build
+from shoal.module.build import build_blank
 from shoal.optim.groups import OptimizerFactory
 from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
@@ -69,7 +69,7 @@ def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, devi
             '"counted"'
         )
     with in_one_line():
-        built = build(subject.factory, 0)
+        built = build_blank(subject.factory)
         units = units_of(built.module)
         with prepared(built, subject) as ready:
             seen = _Seen(ready, units)
@@ -108,7 +108,7 @@ def with_stages(
     limit = nbytes(parameters["memory"], "plan.stages.memory") if "memory" in parameters else math.inf
     parts = parts_of(subject, optimizer, name == "measured", device)
     return replace(
-        plan, stages=cut(parts, units_of(build(subject.factory, 0).module), steady(plan, microbatches), limit)
+        plan, stages=cut(parts, units_of(build_blank(subject.factory).module), steady(plan, microbatches), limit)
     )
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from shoal.chunks import Gather
 from shoal.chunks.make import EXPERTS
 from shoal.comm.ledger import Traffic
-from shoal.module.build import Built, build
+from shoal.module.build import Built, build_blank
 from shoal.pipeline.units import Unit, units_of
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
@@ -83,7 +83,7 @@ class Trace:
 def trace(subject: Subject) -> Trace:
     """Traces one microbatch of `subject`, without stages. Raises UserError for a model that cannot be run or cut so."""
     with in_one_line(), _quiet():
-        built = build(subject.factory, 0)
+        built = build_blank(subject.factory)
         units = units_of(built.module)
         with prepared(built, subject) as ready:
             return _trace(ready, built, units, subject)
