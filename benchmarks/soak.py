@@ -3,13 +3,14 @@
     python -m benchmarks.soak [--minutes 20] [--every 30] [--seed 0] [--nodes 3]
 
 `shoal train --nodes` with a small GPT on loopback. After about every `--every` seconds of training a draw of `--seed`
-kills a rank (SIGKILL), kills a node with its ranks, has one leave (SIGTERM), or lets one join; the first node stays,
-but for its ranks. While it trains undisturbed, from 10 s after a change on, each second is read: resident memory,
-descriptors and threads of supervisors and ranks that are at least 20 s old; processes; files in shared memory and in
-the temporary folder, but for those of killed processes that the next start of shoal sweeps away. One slope is fitted to
-all samples of a kind, with a level for each process and number of nodes (benchmarks/growth.py). What it adds over the
-longest time that a process was watched at one number of nodes may be 3% of its memory (or 8 MiB), and half a
-descriptor, thread, process or file. No process and no file may be left at the end. Writes results/soak.json.
+kills a rank (SIGKILL), also with the process that forks ranks, kills a node with its ranks, has one leave (SIGTERM), or
+lets one join; the first node stays, but for its ranks. While it trains undisturbed, from 10 s after a change on, each
+second is read: resident memory, descriptors and threads of supervisors and ranks that are at least 20 s old; processes;
+files in shared memory and in the temporary folder, but for those of killed processes that the next start of shoal
+sweeps away. One slope is fitted to all samples of a kind, with a level for each process and number of nodes
+(benchmarks/growth.py). What it adds over the longest time that a process was watched at one number of nodes may be 3%
+of its memory (or 8 MiB), and half a descriptor, thread, process or file. No process and no file may be left at the end.
+Writes results/soak.json.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ import psutil
 
 from benchmarks import harness
 from benchmarks.growth import Growth, Sample, growth
+from shoal.chaos.nodes import ranks_of
+from shoal.launch.fork_server import NAME as FORK_SERVER
 from shoal.launch.scratch import sweep
 
 WARM_UP, SETTLE, STUCK, LEAVE = 20.0, 10.0, 400.0, 60.0  # seconds
@@ -77,15 +80,18 @@ class Node:
         with self.log.open("wb") as file:
             command = [sys.executable, "-m", "shoal.cli", "train", *args]
             self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=file)
-        self.supervisor = psutil.Process(self.process.pid)
 
     @property
     def lives(self) -> bool:
         return self.process.poll() is None
 
     def ranks(self) -> list[psutil.Process]:
+        return ranks_of(self.process.pid)
+
+    def starts_ranks(self) -> list[psutil.Process]:
+        """The process that forks them, where it runs."""
         with suppress(psutil.Error):
-            return self.supervisor.children(recursive=True)
+            return [each for each in psutil.Process(self.process.pid).children() if each.name() == FORK_SERVER]
         return []
 
 
@@ -160,16 +166,18 @@ class Soak:
         """Does one of the things that are possible now."""
         self.nodes = [each for each in self.nodes if each.lives]
         others, choices = self.nodes[1:], list[str]()
-        choices += ["kill a rank"] * 2 + ["kill a node", "a node leaves"] * bool(others)
+        choices += ["kill a rank", "kill a rank", "kill a rank and what starts ranks"]
+        choices += ["kill a node", "a node leaves"] * bool(others)
         choices += ["a node joins"] * (3 if len(self.nodes) < self.most else 0)
         what = self.draw.choice(choices)
         event = {"seconds": round(self.now, 1), "what": what, "step": self.metrics.step, "nodes": len(self.nodes)}
         if what == "a node joins":
             self._start("--join", f"127.0.0.1:{self._port}", "--nproc", "1")
-        elif what == "kill a rank":
-            ranks = [rank for node in self.nodes for rank in node.ranks()]
-            if ranks:
-                self.draw.choice(ranks).kill()
+        elif what.startswith("kill a rank"):
+            node = self.draw.choice([node for node in self.nodes if node.ranks()])
+            for each in node.starts_ranks() if "starts" in what else []:
+                each.kill()
+            self.draw.choice(node.ranks()).kill()
         elif what == "kill a node":
             self.draw.choice(others).process.kill()
         else:
