@@ -101,13 +101,22 @@ def rehearse(
 
 
 def _heard(plan: Plan, rank: int, run: Callable[..., Any]) -> Heard | None:
-    """What the ranks of a pipeline tell each other (what travels between them), from a run of one of each stage; None
-    where all have all stages."""
-    if not plan.pipelined:
+    """What ranks tell each other that differ from `rank`, from a run of one of each kind: of a pipeline one of each
+    stage (what travels between them), and for one that may have no microbatch one that has (names of losses). None
+    where all say the same."""
+    mesh = Mesh(plan, rank, plan.size)
+    replica, shares = mesh.rank("dp"), list(plan.shares)
+    full = shares.index(max(shares)) if shares and shares[replica] < max(shares) else replica
+    if not plan.pipelined and full == replica:
         return None
-    others = Mesh(plan, rank, plan.size).peers("stages")[1]
-    heard = Heard(lambda other: others[other // plan.stage_size])
-    heard.run(lambda other: run(other, heard, lambda _, step: step()), others)
+
+    def speaker(other: int) -> int:
+        place = mesh.at(other)
+        along = replica if place["dp"] == replica else full
+        return int(mesh.grid[place["pp"], along, mesh.rank("cp"), mesh.rank("tp")])
+
+    heard = Heard(speaker)
+    heard.run(lambda other: run(other, heard, lambda _, step: step()), sorted(set(map(speaker, range(plan.size)))))
     return heard
 
 
