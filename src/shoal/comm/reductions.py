@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,14 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
         raise UserError(
             f"the average of {dtype} is not defined: reduce with 'sum', or convert the tensor to a floating dtype"
         )
+
+
+def combined(parts: Sequence[Tensor], op: str) -> Tensor:
+    """The combination of the tensors of two ranks or more, in their order."""
+    total = COMBINE[op](parts[0], parts[1])
+    for part in parts[2:]:
+        COMBINE[op](total, part, out=total)
+    return total
 
 
 def finish(total: Tensor, op: str, size: int) -> Tensor:

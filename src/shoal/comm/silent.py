@@ -13,6 +13,8 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.comm.lane import Lane, Ticket
+from shoal.comm.reductions import combined, finish
+from shoal.comm.sockets import pieces, pieces_of_sum
 from shoal.comm.transport import NoSharedMemory, sent_bytes
 from shoal.comm.wire import FIRST, packed
 from shoal.comm.world import World
@@ -41,6 +43,24 @@ class OfOneHost(Silent):
         return torch.zeros(numel, dtype=dtype) if self.size > 1 else None
 
     allocate_common = allocate
+
+
+class OfManyHosts(Silent):
+    """As if each rank was on a host of its own: a sum takes the memory that it takes through sockets."""
+
+    def all_reduce(self, flat: Tensor, op: str) -> None:
+        if self.size > 1:
+            for piece in pieces_of_sum(flat, self.size):
+                self._sum(piece, op)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
+        if self.size > 1:
+            for piece in pieces(out):
+                self._sum(out[piece], op)
+
+    def _sum(self, own: Tensor, op: str) -> None:
+        parts = [own, *(torch.empty_like(own) for _ in range(self.size - 1))]
+        finish(combined(parts, op), op, self.size)
 
 
 Key = tuple[str, tuple[int, ...], int]
@@ -139,13 +159,13 @@ class SilentGroup(Group):
 class SilentWorld(World):
     """The world of `rank` among `size` ranks that do not exist. Books what would be sent.
 
-    Its lanes run work at once, in the caller's thread, since fake tensors belong to one thread. `one_host`: ranks share
-    memory, as those of one host do. `heard`: what other ranks say that differ from this one.
+    Its lanes run work at once, in the caller's thread, since fake tensors belong to one thread. `carrier`: what groups
+    take of memory for their operations, by default nothing. `heard`: what other ranks say that differ from this one.
     """
 
-    def __init__(self, rank: int, size: int, one_host: bool = False, heard: Heard | None = None) -> None:
+    def __init__(self, rank: int, size: int, carrier: type[Silent] = Silent, heard: Heard | None = None) -> None:
         super().__init__(device="cpu")
-        self.rank, self.size, self._carrier = rank, size, OfOneHost if one_host else Silent
+        self.rank, self.size, self._carrier = rank, size, carrier
         self._heard, self._calls = heard, Counter[tuple[str, tuple[int, ...]]]()
 
     def group(self, name: str, ranks: list[int]) -> Group:

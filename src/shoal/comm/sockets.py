@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.reductions import COMBINE, finish
+from shoal.comm.reductions import combined, finish
 from shoal.comm.tcp import CHANNELS, Mesh, address_towards
 from shoal.comm.transport import NoSharedMemory
 
@@ -37,11 +37,11 @@ class Sockets(NoSharedMemory):
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         """Sends each piece of a cut to its owner, which reduces it and sends the result to all."""
-        if self.size == 2 and flat.nbytes <= SHORT_BYTES:
+        if _is_short(flat, self.size):
             self._both_reduce(flat, op)
             return
         cuts = _cuts(flat, self.size)
-        for piece in _pieces(cuts[0]):
+        for piece in pieces(cuts[0]):
             parts = [cut[piece] for cut in cuts]
             total = self._reduce(parts[self.rank], {peer: parts[peer] for peer in self._others}, op)
             parts[self.rank].copy_(finish(total, op, self.size))
@@ -53,7 +53,7 @@ class Sockets(NoSharedMemory):
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
         cuts = _cuts(flat, self.size)
-        for piece in _pieces(out):
+        for piece in pieces(out):
             total = self._reduce(cuts[self.rank][piece], {peer: cuts[peer][piece] for peer in self._others}, op)
             out[piece].copy_(finish(total, op, self.size))
 
@@ -61,11 +61,7 @@ class Sockets(NoSharedMemory):
         """Sends `out[peer]` to each peer; returns the reduction, in rank order, of `own` and what the peers sent."""
         arriving = {peer: torch.empty_like(own) for peer in self._others}
         self._swap(out, arriving)
-        parts = [own if rank == self.rank else arriving[rank] for rank in range(self.size)]
-        total = COMBINE[op](parts[0], parts[1])
-        for part in parts[2:]:
-            COMBINE[op](total, part, out=total)
-        return total
+        return combined([own if rank == self.rank else arriving[rank] for rank in range(self.size)], op)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
         cuts = out.view(self.size, flat.numel())
@@ -81,9 +77,9 @@ class Sockets(NoSharedMemory):
     def broadcast(self, flat: Tensor, src: int) -> None:
         """Passes the tensor round the ring from `src`, piece by piece, so that every link carries it once."""
         distance, left, right = (self.rank - src) % self.size, (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        pieces = [flat[piece] for piece in _pieces(flat)]
-        coming = [{left: piece} if distance > 0 else {} for piece in pieces]
-        going = [{right: piece} if distance < self.size - 1 else {} for piece in pieces]
+        passed = [flat[piece] for piece in pieces(flat)]
+        coming = [{left: piece} if distance > 0 else {} for piece in passed]
+        going = [{right: piece} if distance < self.size - 1 else {} for piece in passed]
         for receive, send in zip([*coming, {}], [{}, *going], strict=True):
             self._swap(send, receive)
 
@@ -138,6 +134,19 @@ def _cuts(flat: Tensor, size: int) -> list[Tensor]:
     return [flat[rank * each : (rank + 1) * each] for rank in range(size)]
 
 
-def _pieces(flat: Tensor) -> list[slice]:
+def _is_short(flat: Tensor, size: int) -> bool:
+    return size == 2 and flat.nbytes <= SHORT_BYTES
+
+
+def pieces_of_sum(flat: Tensor, size: int) -> list[Tensor]:
+    """The pieces of a tensor that a rank sums at a time in an all-reduce."""
+    if _is_short(flat, size):
+        return [flat]
+    cut = _cuts(flat, size)[0]
+    return [cut[piece] for piece in pieces(cut)]
+
+
+def pieces(flat: Tensor) -> list[slice]:
+    """The pieces of a cut that are reduced at once."""
     step = max(1, PIECE_BYTES // flat.element_size())
     return [slice(start, start + step) for start in range(0, flat.numel(), step)]

@@ -36,7 +36,7 @@ from shoal.chunks import budget
 from shoal.comm import Link
 from shoal.comm.ledger import Flow, Traffic
 from shoal.comm.links import assume
-from shoal.comm.silent import Heard, SilentWorld
+from shoal.comm.silent import Heard, OfManyHosts, OfOneHost, SilentWorld
 from shoal.data import Cursor, map_batches
 from shoal.errors import UserError
 from shoal.mesh import Mesh
@@ -77,14 +77,14 @@ def rehearse(
 ) -> list[Step]:
     """Rehearses the first steps of `rank` on the samples of `dataset`, a map-style one whose shapes alone count.
 
-    `one_host`: ranks share memory. `link`: what an engine would measure of them, for the size of chunks. Raises
-    UserError, in one line, for what the engine refuses and for a model that asks for values.
+    `one_host`: ranks share memory; else each is on a host of its own. `link`: what an engine would measure of them, for
+    the size of chunks. Raises UserError, in one line, for what the engine refuses and for a model that asks for values.
     """
     _check(plan, model)
 
     def run(rank: int, heard: Heard | None, rehearsed: Callable[[Assembled, Callable[[], Any]], Any]) -> list[Any]:
         with ExitStack() as stack:
-            world = SilentWorld(rank, plan.size, one_host, heard)
+            world = SilentWorld(rank, plan.size, OfOneHost if one_host else OfManyHosts, heard)
             assembled = stack.enter_context(assembled_for(model, recipe, plan, world, link))
             rebuild = Rebuild(assembled.local, assembled.memory, assembled.trainer)
 
