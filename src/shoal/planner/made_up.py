@@ -18,6 +18,8 @@ from shoal.planner.workspace import called, with_workspace
 
 LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 FOLLOWED = (torch.ops.aten.select, torch.ops.aten.unbind, torch.ops.aten.view, torch.ops.aten._to_copy)
+ROWS = (torch.ops.aten.clone.default, torch.ops.aten._coalesce.default)
+"""Operations on gradients that come as rows, which fake tensors lose."""
 FLAGS = 4096
 """Numbers at most of a tensor that is followed."""
 
@@ -38,6 +40,8 @@ class Values(TorchDispatchMode):
                 with _disable_current_modes():
                     return known.item()
             return args[0] in self._alls if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func in ROWS and isinstance(args[0], FakeTensor) and args[0].layout is torch.sparse_coo:
+            return _same_rows(args[0])
         out = with_workspace(func, args, called(func, args, kwargs or {}))
         if func.overloadpacket is torch.ops.aten.all:
             self._alls[out] = None
@@ -60,6 +64,12 @@ class Values(TorchDispatchMode):
                     self._flags[each] = value
             elif known is not None and func._schema.is_mutable:
                 del self._flags[first]
+
+
+def _same_rows(gradient: Tensor) -> Tensor:
+    """A copy of a sparse tensor with as many rows: all are taken to be different ones."""
+    indices, values = gradient._indices().clone(), gradient._values().clone()
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False)
 
 
 def _several(values: Any) -> Sequence[Tensor]:
