@@ -1,5 +1,5 @@
 """What fake tensors do not know of kernels: the bytes that oneDNN's LSTM and GRU keep for backward, which they say only
-when they run, that of torch's squared error, and formats of products by groups."""
+when they run, that of torch's squared error, and formats of products by groups and of the statistics of a batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 """(input [T, B, F], four weights, h, c, options ...) -> (output, h, c, workspace)."""
 SQUARES = torch.ops.aten.mse_loss.default
 """(input, target, reduction: 0 for none)"""
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
+"""(input, weight, bias, running mean, running variance, options ...) -> (output, mean, inverse deviation)."""
 SHORT, LONG = 8, 16
 
 
@@ -30,6 +32,9 @@ def with_workspace(func: Any, args: Any, out: Any) -> Any:
     if func is SQUARES and (len(args) < 3 or args[2] != 0):  # the sum lies where its terms were
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return torch.empty(max(1, shape.numel()), dtype=out.dtype)[0]
+    if func is BATCH_NORM:  # of the format of the parameters, also where the input is narrower
+        dtype = next((each.dtype for each in args[1:5] if each is not None), args[0].dtype)
+        return (out[0], *(each.to(dtype) for each in out[1:]))
     if func is not RECURRENT:
         return out
     described = tuple(
