@@ -128,6 +128,18 @@ class Mesh:
         start = at - at % each
         return ranks[start : start + each], ranks[at % each :: each]
 
+    @property
+    def replica(self) -> int:
+        """This rank's place among those that have other samples."""
+        return self._at["dp"]
+
+    def standing_for(self, other: int, replica: int) -> int:
+        """Returns the rank that has the stage of `other` and this rank's parts and tokens: in this rank's own replica
+        where `other` is of it, else in `replica`."""
+        place = self.at(other)
+        where = {**self._at, "pp": place["pp"], "dp": place["dp"] if place["dp"] == self.replica else replica}
+        return int(self.grid[tuple(where[axis] for axis in AXES)])
+
     def on(self, places: Sequence[int], ranks: Sequence[int]) -> list[int]:
         """Returns the ranks of the stages `places` (indices along pp) whose other coordinates are those of `ranks`."""
         inner = self.grid[0].size

@@ -105,16 +105,11 @@ def _heard(plan: Plan, rank: int, run: Callable[..., Any]) -> Heard | None:
     stage (what travels between them), and for one that may have no microbatch one that has (names of losses). None
     where all say the same."""
     mesh = Mesh(plan, rank, plan.size)
-    replica, shares = mesh.rank("dp"), list(plan.shares)
-    full = shares.index(max(shares)) if shares and shares[replica] < max(shares) else replica
-    if not plan.pipelined and full == replica:
+    shares = list(plan.shares) or [1.0] * plan.sample_ranks
+    full = shares.index(max(shares)) if shares[mesh.replica] < max(shares) else mesh.replica
+    if not plan.pipelined and full == mesh.replica:
         return None
-
-    def speaker(other: int) -> int:
-        place = mesh.at(other)
-        along = replica if place["dp"] == replica else full
-        return int(mesh.grid[place["pp"], along, mesh.rank("cp"), mesh.rank("tp")])
-
+    speaker = partial(mesh.standing_for, replica=full)
     heard = Heard(speaker)
     heard.run(lambda other: run(other, heard, lambda _, step: step()), sorted(set(map(speaker, range(plan.size)))))
     return heard
