@@ -112,6 +112,24 @@ def test_set_up_and_finish_run_in_the_container(request_of) -> None:
 
 
 @fast
+@pytest.mark.parametrize("kind", KINDS)
+def test_dollars_come_through_what_kubernetes_puts_in_their_place(request_of, kind: str) -> None:
+    odd = "a$$b $(PAID) $$(PAID) $ $$$ $HOME $(date)"
+    request = request_of(env=f"{{PAID = '2', ODD = '{odd}'}}", setup=f'["echo {odd}"]')
+    spec = KINDS[kind](request)[-1]["spec"]
+    inside = {"jobset": lambda: spec["replicatedJobs"][0]["template"]["spec"], "kubernetes": lambda: spec}
+    pod = spec["trainer"] if kind == "trainjob" else inside[kind]()["template"]["spec"]["containers"][0]
+    values = {each["name"]: each["value"] for each in pod["env"] if "value" in each}
+    assert expanded(values["ODD"], values) == odd
+    assert f"\necho {odd}\n" in expanded(pod["command"][2], values)
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of a value or a word of a command: one $ of $$, and variables of $(NAME) that it knows."""
+    return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[1] is None else variables.get(m[1], m[0]), text)
+
+
+@fast
 def test_what_a_pod_asks_for(request_of) -> None:
     documents = indexed_job(request_of())
     asked = {"cpu": "9000m", "memory": "16384Mi", "nvidia.com/gpu": "2"}

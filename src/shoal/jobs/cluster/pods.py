@@ -5,6 +5,7 @@ A pod with one rank is a rank, by RANK; the ranks of a pod with several are torc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -75,9 +76,9 @@ def command(request: Request, torchrun: bool = False) -> list[str]:
     else:
         program = ["-m", *request.module] if request.module else ["--no-python", *request.rank(file)]
         run = ["torchrun", *program]
-    if not (request.cluster.setup or request.cluster.finish):
-        return run
-    return ["bash", "-c", script(_without_time(request).cluster, run)]
+    if request.cluster.setup or request.cluster.finish:
+        run = ["bash", "-c", script(_without_time(request).cluster, run)]
+    return [_literal(word) for word in run]
 
 
 def _without_time(request: Request) -> Request:
@@ -87,9 +88,15 @@ def _without_time(request: Request) -> Request:
 
 def variables(request: Request) -> list[Document]:
     """Returns the job's own variables, and the ranks' secret out of a Secret."""
-    given = [{"name": name, "value": value} for name, value in (request.cluster.env or {}).items()]
+    given = [{"name": name, "value": _literal(value)} for name, value in (request.cluster.env or {}).items()]
     secret = {"name": secret_name(request), "key": "secret"}
     return [*given, {"name": "SHOAL_SECRET", "valueFrom": {"secretKeyRef": secret}}]
+
+
+def _literal(text: str) -> str:
+    """Returns `text` such that a container gets it as it is: Kubernetes makes $$ a $, and puts a variable of the
+    container in place of $(NAME)."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def meeting(request: Request, first: str) -> list[Document]:
