@@ -58,9 +58,12 @@ FOUND = {
 }
 
 REFUSED = {
-    "a list": ({"TF_CONFIG": "[1]"}, "no description of a cluster"),
+    "a list": ({"TF_CONFIG": "[1]"}, "no description of a cluster .it is no JSON object"),
+    "no cluster": ({"TF_CONFIG": '{"cluster": null}'}, "cluster is no JSON object"),
+    "a task that is a text": ({"TF_CONFIG": '{"task": "worker"}'}, "task is no JSON object"),
     "no JSON": ({"TF_CONFIG": "{"}, "no description of a cluster"),
-    "an index that is none": (task(WORKERS, "worker", "x"), "no description of a cluster"),
+    "an index that is none": (task(WORKERS, "worker", "x"), "the index of the task, 'x', is no whole number"),
+    "an index that is true": (task(WORKERS, "worker", True), "the index of the task, True, is no whole number"),
     "sparse": (task({"worker": {"1": "a:1"}}, "worker"), "worker is no list of addresses"),
     "a server without a port": (task({"ps": ["p"], "worker": ["a:1"]}, "worker"), "of the ps, 'p', is not host:port"),
     "an index too high": (task(WORKERS, "worker", 3), "task worker 3, and its cluster has worker 0 to 2"),

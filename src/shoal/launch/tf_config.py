@@ -10,9 +10,11 @@ the cluster need not name, is no rank, and neither is a parameter server.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.errors import UserError, did_you_mean
@@ -88,11 +90,11 @@ def local_cluster(counts: Mapping[str, int]) -> Cluster:
 
 def _read(text: str) -> tuple[Cluster, Task]:
     try:
-        content = json.loads(text)
-        cluster = {role: _texts(role, tasks) for role, tasks in content.get("cluster", {}).items()}
-        task = content.get("task", {})
-        role, index = str(task.get("type")), int(task.get("index", 0))
-    except (ValueError, TypeError, AttributeError) as error:
+        content = _object("it", json.loads(text))
+        cluster = {role: _texts(role, tasks) for role, tasks in _object("cluster", content.get("cluster", {})).items()}
+        task = _object("task", content.get("task", {}))
+        role, index = str(task.get("type")), _index(task.get("index", 0))
+    except (ValueError, TypeError) as error:
         raise UserError(
             f"TF_CONFIG={text!r} is no description of a cluster ({error}). Unset it for a single process."
         ) from error
@@ -107,6 +109,19 @@ def _read(text: str) -> tuple[Cluster, Task]:
             f"Give each process the type and the index of one of them in TF_CONFIG, or unset it for a single process."
         )
     return cluster, (role, index)
+
+
+def _object(name: str, content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise TypeError(f"{name} is no JSON object")
+    return content
+
+
+def _index(given: object) -> int:
+    """Returns the number of a task, which some launchers write as a text."""
+    if not re.fullmatch(r"-?[0-9]+", str(given)):
+        raise TypeError(f"the index of the task, {given!r}, is no whole number")
+    return int(str(given))
 
 
 def _texts(role: str, tasks: object) -> list[str]:
