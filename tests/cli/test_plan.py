@@ -245,3 +245,37 @@ def test_each_plan_of_a_run_is_looked_at(job_file, capfd):
     assert not plan_memory(job_file, ["run.nproc=2"], **SMALL).fits
     job_file.write_text(job_file.read_text().replace('"64KiB"', str(smallest)))
     assert plan_memory(job_file, ["run.nproc=2"], **SMALL).fits
+
+
+def test_of_models_of_another_depth_those_beside_the_answer_are_compared(job_file, tmp_path, monkeypatch):
+    """Between the job's own and the largest that fits none is built. Where one of the two is not as assumed, the search
+    is made once more, with dry runs of whole models: it finds the same."""
+    pytest.importorskip("transformers")
+    from shoal.jobs import dry_runs
+    from shoal.jobs import plan as asked
+    from shoal.planner import alike_blocks
+
+    own = 6
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama", "num_hidden_layers": own}))
+    data = job_file.read_text().partition("[data]")[2]
+    job_file.write_text(f'[model]\nname = "hf"\nconfig = "{tmp_path / "config.json"}"\n\n[data]{data}')
+
+    def largest(most_alike: int) -> tuple[dict, list[int]]:
+        compared = []
+
+        def counted(shallow, deep, numbers):
+            blocks = alike_blocks(shallow, deep, numbers)
+            compared.append(blocks.number)
+            return blocks if blocks.number <= most_alike else None
+
+        monkeypatch.setattr(dry_runs, "alike_blocks", counted)
+        answer = asked.plan_memory(job_file, ["run.nproc=1"], host=2**24, process=2**20)
+        return answer.to_dict()["largest"], compared
+
+    found, compared = largest(2**12)
+    layers = found["table"]["num_hidden_layers"]
+    assert layers > 2 * own and sorted(compared) == [own, layers, layers + 1]
+    for most_alike in (own, layers):
+        again, more = largest(most_alike)
+        assert again == found and len(more) > len(compared)

@@ -47,6 +47,7 @@ class DryRuns:
         self._staged: dict[str, Staged] = {}
         self._models: dict[str, ModelSpec] = {}
         self._blocks_of: dict[tuple[str, str], Blocks | None] = {}
+        self._compared: dict[str, Blocks] = {}
         self._known: dict[str, KnownStages] = {}
         self._proofs: dict[str, bool] = {}
 
@@ -80,11 +81,12 @@ class DryRuns:
             self._proofs[key] = found
         return self._proofs[key]
 
-    def deep(self, table: Mapping[str, Any], depth: str, plan: Plan) -> Places | None:
-        """What the ranks do with a model, from dry runs of others with fewer blocks; None where that does not say
-        all."""
+    def deep(self, table: Mapping[str, Any], depth: str, plan: Plan, sure: bool = True) -> Places | None:
+        """What the ranks do with a model, from dry runs of others with fewer blocks; None where that does not say all.
+        `sure`: the model is built and compared with the shallow one, also where another depth has been; if not, that
+        is left to `as_assumed`."""
         shallow = {**table, depth: SHALLOW}
-        blocks = self._blocks(shallow, table)
+        blocks = self._blocks(shallow, table) if sure else self._assumed(table, depth)
         if blocks is None:
             return None
         if not plan.pipelined:
@@ -101,6 +103,17 @@ class DryRuns:
             known.add(run, few)
         staged = known.of(numbers)
         return None if staged is None else _by_place(staged, plan)
+
+    def as_assumed(self, table: Mapping[str, Any], depth: str) -> bool:
+        """Whether a model's blocks are what `deep` takes them for where it is not to be sure."""
+        return self._blocks({**table, depth: SHALLOW}, table) == self._assumed(table, depth)
+
+    def _assumed(self, table: Mapping[str, Any], depth: str) -> Blocks | None:
+        """The blocks of a model as those of one with another depth that has been compared with the same shallow one;
+        where none has, its own."""
+        shallow = {**table, depth: SHALLOW}
+        known, number = self._compared.get(repr(shallow)), self.model(table).values[depth]
+        return self._blocks(shallow, table) if known is None or number <= SHALLOW else replace(known, number=number)
 
     def _follows(self, table: Mapping[str, Any], depth: str, plan: Plan) -> bool:
         if self.model(table).values[depth] <= SHALLOW:
@@ -162,7 +175,9 @@ class DryRuns:
         pair = repr(shallow), repr(deep)
         if pair not in self._blocks_of:
             factories = self.model(shallow).factory, self.model(deep).factory
-            self._blocks_of[pair] = alike_blocks(*factories, self._precision)
+            found = self._blocks_of[pair] = alike_blocks(*factories, self._precision)
+            if found is not None:
+                self._compared[pair[0]] = found
         return self._blocks_of[pair]
 
 

@@ -30,6 +30,9 @@ from shoal.planner import (
 )
 from shoal.precision import precision
 
+Members = Callable[[int], Places]
+"""What the ranks do with a model of a family, by its size."""
+
 
 @dataclass(frozen=True)
 class Largest:
@@ -122,17 +125,32 @@ class Forecast:
         if found is None or (job.plan.pipelined and found.depth is None):
             return None
         plan, even = replace(job.plan, stages=None), job.plan.head_sharers
-        recorded = self._members(found, plan)
-
-        def free(size: int) -> int:
-            return self._fullest(recorded(even * size), plan).free
-
         few = self._too_few(found, even)
         known = self._known(found, even, few)
-        size = 0 if known[few] < 0 else even * largest(free, known=known, growth=found.growth)
+        if known[few] < 0:
+            return Largest(found.rule, None, 0)
+        for sure in (False, True):
+            recorded = self._members(found, plan, sure)
+            asked = set[int]()
+
+            def free(size: int, recorded: Members = recorded, asked: set[int] = asked) -> int:
+                asked.add(even * size)
+                return self._fullest(recorded(even * size), plan).free
+
+            size = even * largest(free, known=known, growth=found.growth)
+            if sure or self._as_assumed(found, plan, {size, size + even} & asked):
+                break
         if size <= even * few:
             return Largest(found.rule, None, 0)
         return Largest(found.rule, found.member(size), recorded(size)[0].num_parameters)
+
+    def _as_assumed(self, found: Family, plan: Plan, sizes: Iterable[int]) -> bool:
+        """Whether the models on either side of the largest size are what the search took them for, so that those
+        between, which were not built, do not matter."""
+        key, job = found.depth, self._settled.job
+        if key is None or not self._runs.proved(job.model, key, plan):
+            return True
+        return all(self._runs.as_assumed(found.member(size), key) for size in sizes)
 
     def _too_few(self, found: Family, even: int) -> int:
         """The largest size, in steps of `even`, that has fewer blocks than the plan has stages; 0 if none has."""
@@ -154,15 +172,16 @@ class Forecast:
             known[found.own // even] = prediction.free
         return known
 
-    def _members(self, found: Family, plan: Plan) -> Callable[[int], Places]:
-        """Records members of a family by size: from few blocks, if that proves exact for the job's own model."""
+    def _members(self, found: Family, plan: Plan, sure: bool) -> Members:
+        """Records members of a family by size: from few blocks, if that proves exact for the job's own model. `sure`:
+        each member is built to see that its blocks are alike."""
         key, runs = found.depth, self._runs
         proved = key is not None and runs.proved(self._settled.job.model, key, plan)
 
         @cache
         def recorded(size: int) -> Places:
             table = found.member(size)
-            deep = runs.deep(table, key, plan) if key is not None and proved else None
+            deep = runs.deep(table, key, plan, sure) if key is not None and proved else None
             return runs.whole(table, plan) if deep is None else deep
 
         return recorded
