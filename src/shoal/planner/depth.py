@@ -12,6 +12,7 @@ depths compares one of them with its own recording first (`equal`).
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ SHALLOW = 4
 """Blocks of a shallow model: the first, two that are compared, and the last."""
 REPEATED = 2
 """The block of a shallow model, counted from 0, that stands for all that a deep one has more."""
+HOLDERS = {dict, OrderedDict, set}  # of a module's parameters, buffers and hooks: most are empty
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Shift:
         return ("came", self.name(event[1], by)) if event[0] == "came" else event
 
     def events(self, events: Iterable[Event], by: int) -> Iterator[Event]:
-        return (self.event(each, by) for each in events)
+        return (self.event(each, by) if each[0] in ("use", "came") else each for each in events)
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,10 @@ class _Comparison:
 
     def alike(self, deep: Any, shallow: Any) -> bool:
         """Whether they have the same types, shapes, dtypes and settings."""
+        if deep is shallow or (type(deep) is type(shallow) and type(deep) in HOLDERS and not deep and not shallow):
+            return True  # most of what a module has
         pair = (id(deep), id(shallow))
-        if deep is shallow or pair in self._seen or (id(deep) in self._passed and id(shallow) in self._passed):
+        if pair in self._seen or (id(deep) in self._passed and id(shallow) in self._passed):
             return True
         if type(deep) is not type(shallow):
             return False
@@ -278,7 +282,8 @@ class _Comparison:
             return deep == shallow or (deep, shallow) in self._differ
         self._seen.add(pair)
         if isinstance(deep, Mapping):
-            return deep.keys() == shallow.keys() and all(map(self.alike, deep.values(), shallow.values()))
+            both = zip(deep.values(), shallow.values(), strict=True)
+            return deep.keys() == shallow.keys() and all(one is other or self.alike(one, other) for one, other in both)
         if isinstance(deep, list | tuple):
             return self._sequences(deep, shallow)
         if isinstance(deep, partial):
