@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.chaos.faults import KINDS, Fault, drawn, read_schedule
+from shoal.chaos.faults import KINDS, LASTING, Fault, drawn, read_schedule
 from shoal.chaos.inject import shut_connections
 from shoal.chaos.nodes import coordinator
 from shoal.chaos.perform import Setting, settle
@@ -61,6 +61,8 @@ def test_a_schedule_comes_in_the_order_of_its_steps(tmp_path):
     path.write_text("seed = 7\n[[fault]]\nkind='stop'\nstep=9\n[[fault]]\nkind='slow'\nstep=2\nnode=1\nseconds=2.5")
     schedule = read_schedule(path)
     assert schedule.faults == (Fault("slow", 2, 1, None, 2.5), Fault("stop", 9)) and schedule.seed == 7
+    path.write_text("[[fault]]\nkind='slow'\nstep=2\n[[fault]]\nkind='disk'\nstep=9")
+    assert [fault.seconds for fault in read_schedule(path).faults] == [LASTING["slow"], LASTING["disk"]]
     with pytest.raises(UserError, match="unknown fault"):
         drawn(["kill", "flood"], 100, 0)
     with pytest.raises(UserError, match="2 faults in 4 steps"):

@@ -41,14 +41,14 @@ class Fault:
 
     node, rank: whom it meets, by their places in this run: which node, in the order in which they came, and which rank
         of that node; None for any.
-    seconds: how long it lasts, where it does.
+    seconds: how long it lasts, where it does; a schedule that does not say has those of LASTING.
     """
 
     kind: str
     step: int
     node: int | None = None
     rank: int | None = None
-    seconds: float = 5.0
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice(f'kind = "{self.kind}": there is no such fault. There are', self.kind, KINDS)
@@ -104,4 +104,4 @@ def _fault(table: Any, path: Path) -> Fault:
     for name, value in table.items():
         if not fits(value, hints[name]):
             raise UserError(f"{path}: {name} = {value!r} of a fault: expected {hints[name].__name__}")
-    return Fault(**table)
+    return Fault(**{"seconds": LASTING.get(table["kind"], 0.0), **table})
