@@ -64,9 +64,15 @@ def test_a_script_made_for_torchrun_runs_and_modules_do(script, tmp_path: Path, 
     assert capfd.readouterr().out == "3.0 ['x']\n"
 
 
-def test_a_rank_that_raises_is_shown_first_and_the_others_are_ended(script, capfd) -> None:
+def test_a_rank_that_raises_is_shown_first_and_the_others_are_ended(script, capfd, tmp_path) -> None:
+    spoken = str(tmp_path / "spoken")  # by the first rank, before the other one raises
     program = script(
-        "print('before', flush=True)\nif rank == 1:\n    raise ValueError('bad sample 7')\ntime.sleep(600)\n"
+        "print('before', flush=True)\n"
+        f"if rank == 0:\n    open({spoken!r}, 'w').close()\n"
+        "if rank == 1:\n"
+        f"    while not os.path.exists({spoken!r}):\n        time.sleep(0.01)\n"
+        "    raise ValueError('bad sample 7')\n"
+        "time.sleep(600)\n"
     )
     assert launch(program, 3) == 1
     out, err = capfd.readouterr()
