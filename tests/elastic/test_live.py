@@ -242,6 +242,7 @@ def test_a_plan_that_was_changed_while_it_trained_stays_when_a_rank_is_killed(ru
 @pytest.mark.matrix
 def test_the_planner_is_asked_by_each_generation(run: Run, undisturbed):
     """Nodes join, and a rank is killed: each number of ranks has the plan that is found for it."""
+    run.slowly()
     run.start("plan=auto", "plan.buddy='auto'", nodes="1:2", ranks=2)
     run.trains(10, world=2, seconds=300)  # the planner traces the model in each generation
     run.join(1)
@@ -253,6 +254,7 @@ def test_the_planner_is_asked_by_each_generation(run: Run, undisturbed):
     assert before[0] in run.ranks()
     job = load_job(run.folder / "runs/job/resolved.toml", [])[0]
     assert job.plan.size == 3 and job.plan.buddy == "auto"
+    run.fast()
     run.ends()
     same(run, undisturbed)
 
