@@ -76,6 +76,9 @@ def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     assert json.loads(shoal("plan", job_file, "--json", "--nproc", "2").out)["ranks"] == [[[[0]], [[1]]]]
     wrong = shoal("plan", job_file, "--nproc", "4", "--set", "plan.dp=3")
     assert wrong.code == 2 and "dp = 4" in wrong.err
+    for given in (("--memory",), ("--nproc", "2"), ("--host", "1GiB")):
+        refused = shoal("plan", job_file, "--on", "8xh100", *given)
+        assert refused.code == 2 and "leave out --memory, --nproc and --host" in refused.err
     large = shoal("plan", job_file, "--nproc", "1024", "--set", "plan.tp=8")
     assert (
         "1024 rank(s) by number: dp 128 x tp 8" in large.out

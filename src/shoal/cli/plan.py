@@ -68,8 +68,8 @@ def plan(
     if job is None or no_learn:
         raise UserError("give a job file, or a run with --compare" if job is None else "--no-learn goes with --compare")
     if on is not None:
-        if memory or nproc is not None:
-            raise UserError("--on says which machine, whose ranks are planned: leave out --memory and --nproc")
+        if memory or (nproc, host) != (None, None):
+            raise UserError("--on says which machine, whose ranks are planned: leave out --memory, --nproc and --host")
         with imports(compiled=False):
             from shoal.cli.answer import Options, answer_for
 
