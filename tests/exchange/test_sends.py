@@ -19,7 +19,7 @@ from shoal.exchange.sends import Sends
 from shoal.models import regression
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice
-from tests.planner.models import cluster, task
+from tests.planner.models import cluster, model, task
 
 SIDE, RANKS, STEPS = 128, 4, 8
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -99,6 +99,13 @@ def test_lossy_exchanges_are_taken_where_they_are_allowed_and_pay() -> None:
     assert best.seconds < exact.seconds
     fast = task(on=cluster(between=1e13, inside=1e13), exchanges=("allreduce", "bytegrad"))
     assert search(fast).best[0].choice.exchange == "allreduce"
+
+
+def test_a_model_without_blocks_has_prices_too() -> None:
+    whole = model()
+    parts = tuple(replace(part, is_block=False) for part in whole.parts)
+    asked = Search(task(profile=replace(whole, parts=parts), pins={"exchange": "powersgd"}))
+    assert asked.prices.side == 1.0 and asked.run().best[0].seconds > 0
 
 
 def test_what_does_not_go_with_an_exchange_is_not_tried() -> None:

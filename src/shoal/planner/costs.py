@@ -105,9 +105,9 @@ class Prices:
 
     @cached_property
     def side(self) -> float:
-        """Of the matrices of a block, in elements, were they squares of one size."""
-        parts = self.task.profile.parts
-        return math.sqrt(max(1.0, *(part.weights.value / max(1, part.multiplied) for part in parts if part.is_block)))
+        """Side of a block's matrices, in elements, were they squares of one size; 1 where there are no blocks."""
+        blocks = (part for part in self.task.profile.parts if part.is_block)
+        return math.sqrt(max([1.0, *(part.weights.value / max(1, part.multiplied) for part in blocks)]))
 
     def alike(self, places: range) -> tuple[tuple[int, int], ...]:
         """The distinct pieces among `places`, in order, and how many are like each."""
