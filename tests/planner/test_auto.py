@@ -212,6 +212,24 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
         answer_for(job, [], Options("2xh100", budget="10USD"), True, None)
 
 
+@pytest.mark.parametrize("train", ["seconds = 36000", "seconds = 36000\nsteps = 1000000000000"])
+def test_a_budget_is_of_the_seconds_that_a_job_trains(train: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 40)
+    job, machine = tmp_path / "job.toml", tmp_path / "four.toml"
+    job.write_text(
+        '[model]\nname = "gpt"\nlayers = 2\nd_model = 32\nheads = 4\n'
+        f'[data]\nsource = "{tmp_path}/text.txt"\nsequence = 16\nvalidation = 0.0\n'
+        f"[train]\n{train}\nglobal_batch = 64\n"
+    )
+    machine.write_text('[[hosts]]\ndevice = "h100"\ncount = 1\nnumber = 4\nprice = 20\n')
+    answer_for(job, [], Options(str(machine), budget="450USD"), True, None)
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"]["devices"] == 2 and told["hours"] == pytest.approx(10, rel=1e-3), "two hosts for ten hours"
+    assert told["price"] == pytest.approx(400, rel=1e-3) and told["steps"] * told["seconds"] >= 36000
+    with pytest.raises(UserError, match="the cheapest takes 200 USD"):
+        answer_for(job, [], Options(str(machine), budget="150USD"), True, None)
+
+
 def test_money() -> None:
     assert money("40000USD") == money("40,000") == 40000
     with pytest.raises(UserError, match="give an amount"):

@@ -156,13 +156,14 @@ def totals(chosen: Chosen) -> Iterator[str]:
     share = chosen.bytes / task.most
     takes = "needs at least" if chosen.plan.memory else "takes"  # a budget: what is left keeps what is used again
     yield f"a rank {takes} {share:.0%} of the {units.size(task.most)} that it may use, confirmed by dry runs"
-    if chosen.hours is not None:
-        said = f"{chosen.steps} steps take {units.duration(chosen.hours * 3600)}"
-        if chosen.price is not None:
-            said += f" and cost {chosen.price:,.0f} {cluster.currency}"
-        if cluster.watts:
-            said += f"; the devices use up to {chosen.hours * cluster.watts / 1e3:,.3g} kWh"
-        yield said
+    said = f"{chosen.steps} steps take {units.duration(chosen.hours * 3600)}"
+    if chosen.steps != chosen.settled.total:
+        said = f"train.seconds = {chosen.settled.job.train.seconds:g} ends the job: {said}"
+    if chosen.price is not None:
+        said += f" and cost {chosen.price:,.0f} {cluster.currency}"
+    if cluster.watts:
+        said += f"; the devices use up to {chosen.hours * cluster.watts / 1e3:,.3g} kWh"
+    yield said
 
 
 def other_table(chosen: Chosen) -> Table:

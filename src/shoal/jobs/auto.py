@@ -46,8 +46,7 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     else:
         task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
     if asked.budget is not None:
-        steps = settled.total or 1
-        task = within_budget(task, asked.budget, lambda estimate: steps * estimate.seconds)
+        task = within_budget(task, asked.budget, lambda each: settled.steps_of(each.seconds) * each.seconds)
     return placed(settled, task, confirmed(settled, task))
 
 

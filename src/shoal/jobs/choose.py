@@ -51,6 +51,14 @@ class Settled:
     def tokenizer(self) -> Tokenizer | None:
         return self.data.tokenizer if isinstance(self.data, TextData) else None
 
+    def steps_of(self, seconds: float) -> int:
+        """Number of steps of the whole job where one takes `seconds`: `total`, or those that begin within
+        train.seconds where that ends the run sooner."""
+        limits = [] if self.total is None else [self.total]
+        if (limit := self.job.train.seconds) is not None:
+            limits.append(math.ceil(limit / seconds))
+        return min(limits)
+
 
 @dataclass(frozen=True)
 class Sizes:
