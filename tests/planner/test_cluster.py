@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.answer import devices_said
 from shoal.comm import Reach
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster, Device, Host, Link
@@ -30,6 +31,9 @@ def test_machines_by_name() -> None:
     assert cluster_of("910bx16", MACHINES, BETWEEN).hosts[0].device.name == "910b"
     with pytest.raises(UserError, match="is no machine"):
         cluster_of("8xh10", MACHINES, BETWEEN)
+    for devices in ("0", "1000000", "9" * 5000):
+        with pytest.raises(UserError, match=r"give from 1 to 131072 devices|is no machine"):
+            cluster_of(f"h100x{devices}", MACHINES, BETWEEN)
     with pytest.raises(UserError, match="a multiple of that"):
         cluster_of("h100x12", MACHINES, BETWEEN)
 
@@ -45,14 +49,78 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     assert found.between.bandwidth == 1e10 and found.between.latency == BETWEEN.latency and len(found.devices) == 2
 
 
+WRONG = {
+    "a number above 0": ["0", "-1", "nan", "inf", "true", '"1"'],
+    "0 or a number above it": ["-1e-9", "nan", "inf", "-inf", "false", "[1]"],
+    "a share, above 0 and at most 1": ["0", "70", "nan", "true"],
+    "a share from 0 to 1": ["-0.1", "1.1", "nan", "true"],
+    "a whole number from 1 to": ["0", "-2", "1.5", "8.0", "inf", "true", "1000000", f"1{'0' * 400}"],
+    "bytes": ["0", "-1", "nan", "inf", "true", '"0GB"', '"much"'],
+}
+HOST = '[[hosts]]\ndevice = "h100"\n'
+KEYS = {
+    "a number above 0": ["bandwidth", "to_host", "update", "backward", "updating", "flops.bf16", "inside.bandwidth"],
+    "0 or a number above it": ["launch", "disk", "price", "watts", "inside.latency"],
+    "a share, above 0 and at most 1": ["reaches", "streams"],
+    "a whole number from 1 to": ["number", "count"],
+    "bytes": ["device_memory", "memory"],
+}
+NUMBERS = [(f"{HOST}{{key}} = {{value}}", f"hosts.{key}", said) for said, keys in KEYS.items() for key in keys]
+NUMBERS += [
+    ("overlap = {value}\n" + HOST, "overlap", "a share from 0 to 1"),
+    *((f"{key} = {{value}}\n{HOST}", key, "0 or a number above it") for key in ("contention", "step", "data")),
+    (HOST + "[between]\nlatency = {value}", "between.latency", "0 or a number above it"),
+    (HOST + "[between]\nbandwidth = {value}", "between.bandwidth", "a number above 0"),
+    (HOST + "reached = [[{value}, 0.5]]", "hosts.reached: operations", "a number above 0"),
+    (HOST + "reached = [[1e9, {value}]]", "hosts.reached: share", "a share, above 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "said"), NUMBERS, ids=[key for _, key, _ in NUMBERS])
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path, text: str, key: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    for value in WRONG[said]:
+        path.write_text(text.format(key=key.removeprefix("hosts."), value=value))
+        with pytest.raises(UserError) as caught:
+            cluster_of(str(path), MACHINES, BETWEEN)
+        refusal = str(caught.value)
+        assert refusal.startswith(f"{path}: {key} = ") and ": give " in refusal and said in refusal, (value, refusal)
+
+
+def test_devices_of_one_name_are_two_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{HOST}flops = {{bf16 = 1e14}}\n{HOST}flops = {{bf16 = 2e14}}\n")
+    found = cluster_of(str(path), MACHINES, BETWEEN)
+    assert [device.flops["bf16"] for device in found.devices] == [1e14, 2e14]
+    assert devices_said(found) == f"8 x h100, changed by {path} and 8 x h100, changed by {path}"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (HOST + "flops = {bf17 = 1e15}", 'hosts.flops has no format "bf17". Did you mean "bf16"'),
+        (HOST + "flops = {}", "give a table by format"),
+        (HOST + "name = 3", "hosts.name = 3: give a name"),
+        (HOST + "scratch = 3", "give a directory"),
+        ("currency = 3\n" + HOST, "currency = 3: give the name of a currency"),
+        (HOST + "inside = {latency = 1e-6, speed = 3}", 'hosts.inside has no key "speed"'),
+        (
+            HOST + '[between]\nreached = [{operation = "allreduce", ranks = 2, latency = 0, bandwidth = 1}]',
+            "all_reduce",
+        ),
+        (
+            HOST + '[between]\nreached = [{operation = "send", ranks = 1, latency = 0, bandwidth = 1}]',
+            "between.reached.ranks = 1: give a whole number from 2",
+        ),
+        (
+            HOST.replace("h100", "measured") + "flops = {fp32 = 1}\nbandwidth = 1\ndevice_memory = 1\ncount = 1\n"
+            "memory = 1\nto_host = 1\ninside = {latency = 1e-6}",
+            "hosts.inside = .* give bandwidth, too",
+        ),
         ("", "describes no hosts"),
         ('[[hosts]]\ndevice = "h1000"', "give one of a100"),
         ('[[hosts]]\ndevice = "h100"\nprize = 3', "prize"),
-        ('[[hosts]]\ndevice = "h100"\nnumber = 0', "at least 1"),
-        ('[[hosts]]\ndevice = "h100"\nprice = "much"', "not negative"),
+        ('[[hosts]]\ndevice = "h100"\nprice = "much"', "hosts.price = 'much': give 0 or a number above it"),
         ('[[hosts]]\ndevice = "measured"\nflops = {fp32 = 1e9}', "give bandwidth, device_memory, count, inside"),
         ('[[hosts]]\ndevice = "h100"\nreached = [[2e6, 0.5], [1e6, 0.6]]', "ascending"),
         ('[[hosts]]\ndevice = "h100"\non_host = 1', "true or false"),

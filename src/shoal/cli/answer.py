@@ -20,6 +20,7 @@ from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
 from shoal.jobs.auto import Asked, ask
 from shoal.plan import nbytes
+from shoal.planner.cluster import Cluster
 from shoal.planner.explain import Explanation, explain, why_not
 from shoal.planner.task import ROLES, TERMS, Estimate
 from shoal.report import units
@@ -91,8 +92,7 @@ def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
     """Yields what is printed."""
     task, estimate, cluster = chosen.task, chosen.estimate, chosen.task.cluster
     model = chosen.settled.job.model["name"]
-    devices = f"{cluster.size} x {cluster.hosts[0].device.name}"
-    yield f"{model} of {units.count(task.profile.parameters)} parameters on {devices}"
+    yield escape(f"{model} of {units.count(task.profile.parameters)} parameters on {devices_said(cluster)}")
     yield ""
     yield escape(toml(chosen))
     yield ""
@@ -113,6 +113,12 @@ def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
     yield other_table(chosen)
     yield ""
     yield from reasons(chosen, told)
+
+
+def devices_said(cluster: Cluster) -> str:
+    """Says how many devices of each kind there are: "8 x h100 and 8 x a100"."""
+    numbers = [sum(host.count for host in cluster.hosts if host.device == each) for each in cluster.devices]
+    return " and ".join(f"{number} x {each.name}" for number, each in zip(numbers, cluster.devices, strict=True))
 
 
 def term_table(estimate: Estimate) -> Table:

@@ -60,7 +60,10 @@ class Device:
         """Operations a second of products in `dtype`. Raises UserError where no figure is known."""
         name = FORMATS.get(dtype, str(dtype).removeprefix("torch."))
         if name not in self.flops:
-            raise UserError(f"of {self.name} the peak in {name} is not known: it has {', '.join(self.flops)}")
+            raise UserError(
+                f"the peak of {self.name} in {name} is not known, only in {', '.join(self.flops)}: take another "
+                f"train.precision, or a cluster file with flops = {{{name} = ...}}, operations a second, in [[hosts]]"
+            )
         return self.flops[name]
 
 
@@ -174,7 +177,11 @@ class Cluster:
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """The kinds of devices."""
-        return tuple({host.device.name: host.device for host in self.hosts}.values())
+        found: list[Device] = []
+        for host in self.hosts:
+            if host.device not in found:
+                found.append(host.device)
+        return tuple(found)
 
     @cached_property
     def memory(self) -> int:

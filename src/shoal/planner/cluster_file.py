@@ -9,25 +9,55 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.comm import Reach
-from shoal.errors import UserError, check_names, did_you_mean
+from shoal.errors import UserError, check_choice, check_names, did_you_mean
 from shoal.plan import nbytes
-from shoal.planner.cluster import Cluster, Device, Host, Link
+from shoal.planner.cluster import FORMATS, MOST_DEVICES, Cluster, Device, Host, Link
 
+LARGEST = 1e30
+"""Numbers stay below: none of the units has as many of anything."""
+Allowed = tuple[str, Callable[[Any], bool]]
+"""What a number may be, in words and as a test."""
 OTHERS = ("overlap", "contention", "step", "data")
 """Keys of a file that are numbers of the whole cluster."""
 MEASURED = "measured"
 """In the place of a machine's name: the file says all of it."""
 NEEDED = ("flops", "bandwidth", "device_memory", "count", "inside", "memory", "to_host")
 """What it then has to say."""
+ABOVE_0: Allowed = ("a number above 0", lambda value: 0 < value < LARGEST)
+FROM_0: Allowed = ("0 or a number above it", lambda value: 0 <= value < LARGEST)
+SHARE: Allowed = ("a share, above 0 and at most 1", lambda value: 0 < value <= 1)
+WHOLE: Allowed = (
+    f"a whole number from 1 to {MOST_DEVICES}",
+    lambda value: isinstance(value, int) and 1 <= value <= MOST_DEVICES,
+)
+GROUP: Allowed = (f"a whole number from 2 to {MOST_DEVICES}", lambda value: WHOLE[1](value) and value > 1)
+NUMBERS = {
+    "overlap": ("a share from 0 to 1", lambda value: 0 <= value <= 1),
+    "contention": FROM_0, "step": FROM_0, "data": FROM_0,
+    "number": WHOLE, "count": WHOLE, "price": FROM_0, "watts": FROM_0,
+    "rate": ABOVE_0, "operations": ABOVE_0, "ranks": GROUP,
+    "bandwidth": ABOVE_0, "latency": FROM_0, "launch": FROM_0, "reaches": SHARE, "streams": SHARE,
+    "to_host": ABOVE_0, "disk": FROM_0, "update": ABOVE_0, "backward": ABOVE_0, "updating": ABOVE_0,
+}  # fmt: skip
+"""What each numeric key of a file may be, but those of bytes (see `_bytes`)."""
+TEXTS = {
+    "name": "a name for the device",
+    "source": "where the figures are from, as a text",
+    "scratch": "a directory on the host's disk",
+}
+OPERATIONS = (
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "send", "broadcast", "gather", "scatter",
+)  # fmt: skip
+"""What `reached` may have rows of."""
 BLANK = Host(Device(MEASURED, {}, 0, 1.0), 1, Link(0.0, 1.0), 0, 1.0)
 """A host of which nothing is known but the usual shares."""
-NAMED = re.compile(r"(?:(?P<number>\d+)x)?(?P<name>[a-z0-9]*?[a-z][a-z0-9]*?)(?:x(?P<total>\d+))?")
+NAMED = re.compile(r"(?:(?P<number>\d{1,9})x)?(?P<name>[a-z0-9]*?[a-z][a-z0-9]*?)(?:x(?P<total>\d{1,9}))?")
 
 
 def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluster:
@@ -43,7 +73,9 @@ def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluste
             f"{', '.join(machines)}, or the path of a cluster file, *.toml"
         )
     host, devices = machines[known[0]], int(found["total"] or found["number"] or machines[known[0]].count)
-    if devices < 1 or (devices > host.count and devices % host.count):
+    if not 1 <= devices <= MOST_DEVICES:
+        raise UserError(f'"{text}": give from 1 to {MOST_DEVICES} devices')
+    if devices > host.count and devices % host.count:
         raise UserError(f'"{text}": hosts of {known[0]} have {host.count} devices, so more are a multiple of that')
     if devices <= host.count:
         hosts: tuple[Host, ...] = (replace(host, count=devices, price=host.price * devices / host.count),)
@@ -65,12 +97,30 @@ def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Clu
     if not isinstance(tables, list) or not tables or not all(isinstance(each, Mapping) for each in tables):
         raise UserError(f'{path} describes no hosts: give [[hosts]] with device = "h100", count = 8, number = 2')
     hosts = [host for table in tables for host in _hosts(dict(table), str(path), machines)]
-    others = {key: content[key] for key in OTHERS if key in content}
-    for key, value in others.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise UserError(f"{path}: {key} = {value!r}: give a number that is not negative")
+    others = {key: _number(content[key], key, f"{path}: {key}") for key in OTHERS if key in content}
     link = _link(content.get("between", {}), f"{path}: between", between)
-    return Cluster(path.stem, tuple(hosts), link, currency=str(content.get("currency", "USD")), **others)
+    currency = _text(content.get("currency", "USD"), f"{path}: currency", 'the name of a currency, such as "USD"')
+    return Cluster(path.stem, tuple(hosts), link, currency=currency, **others)
+
+
+def _number(value: Any, key: str, what: str) -> Any:
+    """Returns a number that `key` may have. Raises UserError for another value, or what is none."""
+    said, holds = NUMBERS[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+        raise UserError(f"{what} = {value!r}: give {said}")
+    return value
+
+
+def _bytes(value: Any, what: str) -> int:
+    if not 0 < (found := nbytes(value, what)) < LARGEST:
+        raise UserError(f'{what} = {value!r}: give bytes above 0, or a text such as "80GB"')
+    return found
+
+
+def _text(value: Any, what: str, said: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{what} = {value!r}: give {said}")
+    return value
 
 
 def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> list[Host]:
@@ -86,78 +136,81 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
         )
     if name == MEASURED and (missing := [key for key in NEEDED if key not in table]):
         raise UserError(f'{where}: hosts.device = "{MEASURED}": give {", ".join(missing)}, too')
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UserError(f"{where}: hosts.number = {number!r}: give a whole number of at least 1")
+    _number(number, "number", f"{where}: hosts.number")
     host = machines.get(name, BLANK)
     changed = {key: table.pop(key) for key in own if key in table}
     if "device_memory" in table:
-        changed["memory"] = nbytes(table.pop("device_memory"), f"{where}: hosts.device_memory")
+        changed["memory"] = _bytes(table.pop("device_memory"), f"{where}: hosts.device_memory")
     if "inside" in table:
-        table["inside"] = _link(table["inside"], f"{where}: hosts.inside", host.inside)
+        table["inside"] = _link(table["inside"], f"{where}: hosts.inside", None if host is BLANK else host.inside)
     if "memory" in table:
-        table["memory"] = nbytes(table["memory"], f"{where}: hosts.memory")
+        table["memory"] = _bytes(table["memory"], f"{where}: hosts.memory")
     if "reached" in changed:
         changed["reached"] = _shares(changed["reached"], f"{where}: hosts.reached")
+    if "flops" in changed:
+        changed["flops"] = _flops(changed["flops"], f"{where}: hosts.flops")
     if not isinstance(changed.get("on_host", False), bool):
         raise UserError(f"{where}: hosts.on_host = {changed['on_host']!r}: give true or false")
-    if not isinstance(table.get("scratch", ""), str):
-        raise UserError(f"{where}: hosts.scratch = {table['scratch']!r}: give a directory on the host's disk")
+    for key, said in TEXTS.items():
+        if key in table or key in changed:
+            _text({**table, **changed}[key], f"{where}: hosts.{key}", said)
     for key, value in {**table, **changed}.items():
-        if key in ("inside", "name", "source", "flops", "reached", "on_host", "scratch"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise UserError(f"{where}: hosts.{key} = {value!r}: give a number that is not negative")
-    if "flops" in changed and not isinstance(changed["flops"], Mapping):
-        raise UserError(
-            f"{where}: hosts.flops = {changed['flops']!r}: give a table by format, such as {{bf16 = 9.9e14}}"
-        )
+        if key in NUMBERS:
+            _number(value, key, f"{where}: hosts.{key}")
     changed.setdefault("name", name if not changed else f"{name}, changed by {where}")
     return [replace(host, device=replace(host.device, **changed), **table)] * number
 
 
-def _link(table: Any, what: str, default: Link) -> Link:
+def _link(table: Any, what: str, default: Link | None) -> Link:
+    """Reads a link; what it does not say is that of `default`. Raises UserError where it says too little."""
     if not isinstance(table, Mapping):
         raise UserError(f"{what} = {table!r}: give a table with latency (s) and bandwidth (bytes/s each way)")
     check_names(f"{what} has no key", table, ["latency", "bandwidth", "reached"], "Keys")
     reached = _reached(table.get("reached", ()), f"{what}.reached")
-    given = {key: value for key, value in table.items() if key != "reached"}
-    values = {"latency": default.latency, "bandwidth": default.bandwidth, **given}
-    for key, value in values.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or value < 0
-            or (key == "bandwidth" and not value)
-        ):
-            raise UserError(f"{what}.{key} = {value!r}: give a number above 0")
-    return Link(float(values["latency"]), float(values["bandwidth"]), reached)
+    keys = ("latency", "bandwidth")
+    values = {key: float(_number(table[key], key, f"{what}.{key}")) for key in keys if key in table}
+    if default is None and (missing := [key for key in keys if key not in values]):
+        raise UserError(f"{what} = {dict(table)!r:.200}: give {' and '.join(missing)}, too")
+    return Link(
+        **{**({} if default is None else {key: getattr(default, key) for key in keys}), **values}, reached=reached
+    )
 
 
 def _reached(rows: Any, what: str) -> tuple[Reach, ...]:
-    try:
-        found = tuple(Reach(str(row["operation"]), int(row["ranks"]), float(row["latency"]), float(row["bandwidth"]))
-                      for row in rows)  # fmt: skip
-        if any(each.ranks < 2 or each.latency < 0 or each.bandwidth <= 0 for each in found):
-            raise ValueError
-    except (TypeError, KeyError, ValueError):
+    keys = [each.name for each in fields(Reach)]
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) and row.keys() == {*keys} for row in rows):
         raise UserError(
             f'{what} = {rows!r:.200}: give rows such as {{operation = "all_reduce", ranks = 2, latency = 3e-5, '
             "bandwidth = 2e9}"
-        ) from None
-    return found
+        )
+    for row in rows:
+        check_choice(f'{what} has no operation "{row["operation"]}": give one of', row["operation"], OPERATIONS)
+        for key in keys[1:]:
+            _number(row[key], key, f"{what}.{key}")
+    return tuple(Reach(**row) for row in rows)
 
 
 def _shares(rows: Any, what: str) -> tuple[tuple[float, float], ...]:
     try:
-        found = tuple((float(operations), float(share)) for operations, share in rows)
-        if list(found) != sorted(set(found)) or any(operations <= 0 or not share > 0 for operations, share in found):
+        found = tuple((operations, share) for operations, share in rows)
+        if sorted({operations for operations, _ in found}) != [operations for operations, _ in found]:
             raise ValueError
     except (TypeError, ValueError):
         raise UserError(
             f"{what} = {rows!r:.200}: give pairs of operations of a product, ascending, and the share of the peak that "
             "it reaches"
         ) from None
+    for operations, share in found:
+        _number(operations, "operations", f"{what}: operations")
+        _number(share, "reaches", f"{what}: share")
     return found
+
+
+def _flops(table: Any, what: str) -> Mapping[str, float]:
+    if not isinstance(table, Mapping) or not table:
+        raise UserError(f"{what} = {table!r}: give a table by format, such as {{bf16 = 9.9e14}}")
+    check_names(f"{what} has no format", table, FORMATS.values(), "Formats")
+    return {name: _number(rate, "rate", f"{what}.{name}") for name, rate in table.items()}
 
 
 def write_cluster(path: Path, cluster: Cluster) -> None:
