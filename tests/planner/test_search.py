@@ -10,7 +10,7 @@ import pytest
 
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster
-from shoal.planner.explain import explain, fits, within_budget
+from shoal.planner.explain import MOST, explain, fits, numbers_of_hosts, smallest, within_budget
 from shoal.planner.pipes import cut, fill, simulated
 from shoal.planner.search import Search, search
 from tests.planner.models import GIB, MIB, cluster, model, task
@@ -105,8 +105,50 @@ def test_a_budget_takes_fewer_hosts_and_is_kept() -> None:
     assert one < whole
     within = within_budget(asked, (one + whole) / 2, lambda each: 1000 * each.seconds)
     assert len(within.cluster.hosts) < 8 and price(within.cluster) <= (one + whole) / 2
-    with pytest.raises(UserError, match="the cheapest takes"):
+    assert within_budget(asked, 2 * whole, lambda each: 1000 * each.seconds, "usd").cluster == asked.cluster
+    with pytest.raises(UserError, match=r"the cheapest takes \S+ USD"):
         within_budget(asked, one / 10, lambda each: 1000 * each.seconds)
+    for currency in ("kUSD", "EUR"):
+        with pytest.raises(UserError, match=f'--budget is in "{currency}", prices of toy in "USD"'):
+            within_budget(asked, whole, lambda each: 1000 * each.seconds, currency)
+
+
+def test_a_budget_takes_the_fastest_of_all_numbers_of_hosts() -> None:
+    asked = task(on=cluster(hosts=7, count=1, between=5e10), rows=60)
+    best = [search(replace(asked, cluster=asked.cluster.with_hosts(number))).best[0].seconds for number in range(1, 8)]
+    prices = [each * number for number, each in enumerate(best, 1)]  # an hour of a host costs 2, a job is 1,800 steps
+    for budget in (prices[2], prices[4], prices[5], 2 * max(prices)):
+        within = within_budget(asked, budget * 1.000001, lambda each: 1800 * each.seconds)
+        fastest = min(
+            (each, number) for number, (each, price) in enumerate(zip(best, prices, strict=True), 1) if price <= budget
+        )
+        assert len(within.cluster.hosts) == fastest[1], budget
+
+
+def test_numbers_of_hosts() -> None:
+    assert numbers_of_hosts(1) == [1] and numbers_of_hosts(16) == list(range(1, 17))
+    assert numbers_of_hosts(128) == [1, 2, 4, *range(8, 129, 8)]
+
+
+def test_the_smallest_part_is_of_the_hosts_with_most_memory() -> None:
+    little, plenty = cluster(hosts=2, count=2, memory=0.1 * GIB), cluster(hosts=3, count=2, memory=2 * GIB)
+    both = replace(little, hosts=little.hosts + plenty.hosts)
+    need = smallest(task(on=plenty))
+    assert need <= 2 and smallest(task(on=both)) == need
+    deep = task(model(30), on=cluster(hosts=8, count=1), pins={"memory": None})
+    number = smallest(deep)
+    assert number == 4 and smallest(replace(deep, profile=model(60))) == 7, "other numbers than divisors"
+    assert fits(replace(deep, cluster=deep.cluster.with_hosts(number)))
+    assert not fits(replace(deep, cluster=deep.cluster.with_hosts(number - 1)))
+    assert smallest(replace(deep, limit=deep.most / 2)) > number, "a rank may not use more there"
+
+
+def test_what_was_not_asked_for_is_no_largest() -> None:
+    found = search(task())
+    told = explain(replace(task(), profile=model(6, 1e3, 10)), found.best[0], (), margins=False)
+    assert (told.blocks, told.more_blocks, told.more_rows) == (6 * MOST, True, False)
+    told = explain(task(), found.best[0], (), margins=False)
+    assert told.blocks is not None and told.blocks < 6 * MOST and not told.more_blocks and not told.more_rows
 
 
 def test_a_slow_host_has_fewer_blocks() -> None:

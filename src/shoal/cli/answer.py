@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -55,8 +56,8 @@ def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: b
     """Asks the planner and prints what it found. `page`: an HTML file to write besides. Raises UserError where nothing
     is legal or fits."""
     limit = None if given.device is None else float(nbytes(given.device, "--device"))
-    budget = None if given.budget is None else money(given.budget)
-    chosen = ask(job, assignments, Asked(given.on, given.pins, budget, limit, given.allow))
+    budget, currency = (None, "") if given.budget is None else money(given.budget)
+    chosen = ask(job, assignments, Asked(given.on, given.pins, budget, currency, limit, given.allow))
     told = explain(chosen.task, chosen.estimate, chosen.others)
     if page is not None:
         from shoal.cli.answer_page import write_page
@@ -71,12 +72,16 @@ def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: b
         console.print(f"drawn in {page}")
 
 
-def money(text: str) -> float:
-    """Reads "40000USD" or "40000"; the currency is the cluster's. Raises UserError otherwise."""
-    found = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*[A-Za-z]{0,3}\s*", text)
-    if found is None:
-        raise UserError(f'--budget {text}: give an amount, such as "40000USD"')
-    return float(re.sub("[_,]", "", found[1]))
+def money(text: str) -> tuple[float, str]:
+    """Reads "40000USD", "40,000" or "40000 EUR": the amount, and its currency, "" where that is left to the cluster.
+    Raises UserError otherwise."""
+    found = re.fullmatch(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    amount = 0.0 if found is None else float(found[1].replace(",", ""))
+    if found is None or not 0 < amount < math.inf:
+        raise UserError(
+            f'--budget {text}: give an amount above 0 in digits, and the currency if you like, such as "40000USD"'
+        )
+    return amount, found[2]
 
 
 def toml(chosen: Chosen) -> str:
@@ -166,7 +171,7 @@ def totals(chosen: Chosen) -> Iterator[str]:
     if chosen.steps != chosen.settled.total:
         said = f"train.seconds = {chosen.settled.job.train.seconds:g} ends the job: {said}"
     if chosen.price is not None:
-        said += f" and cost {chosen.price:,.0f} {cluster.currency}"
+        said += f" and cost {cluster.money(chosen.price)}"
     if cluster.watts:
         said += f"; the devices use up to {chosen.hours * cluster.watts / 1e3:,.3g} kWh"
     yield said
@@ -206,9 +211,11 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
     sequence = chosen.settled.job.data.sequence
     if told.blocks is not None:
         size = units.count(told.parameters)
-        yield f"the largest model of this width that fits has about {told.blocks} blocks, {size} parameters"
+        about = "at least" if told.more_blocks else "about"
+        yield f"the largest model of this width that fits has {about} {told.blocks} blocks, {size} parameters"
     if sequence is not None:
-        yield f"the longest row that fits has about {int(told.rows * sequence)} tokens"
+        about = "at least" if told.more_rows else "about"
+        yield f"the longest row that fits has {about} {int(told.rows * sequence)} tokens"
     devices = chosen.task.cluster.size
     yield f"the smallest part of this machine that would do has {told.devices} of its {devices} devices"
     if chosen.eager:

@@ -23,12 +23,13 @@ from shoal.planner.machines import BETWEEN, MACHINES
 @dataclass(frozen=True)
 class Asked:
     """What the planner is asked beside the job: the machine (see `cluster_of`), fields of the plan that are given
-    ("tp=8"), what the whole job may cost, bytes that a rank may use of its device, and exchanges that may be taken
-    beside the exact one and those that the job allows."""
+    ("tp=8"), what the whole job may cost and in which currency ("": the machine's), bytes that a rank may use of its
+    device, and exchanges that may be taken beside the exact one and those that the job allows."""
 
     on: str
     pins: Sequence[str] = ()
     budget: float | None = None
+    currency: str = ""
     limit: float | None = None
     allow: Sequence[str] = ()
 
@@ -46,7 +47,9 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     else:
         task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
     if asked.budget is not None:
-        task = within_budget(task, asked.budget, lambda each: settled.steps_of(each.seconds) * each.seconds)
+        task = within_budget(
+            task, asked.budget, lambda each: settled.steps_of(each.seconds) * each.seconds, asked.currency
+        )
     return placed(settled, task, confirmed(settled, task))
 
 

@@ -193,6 +193,10 @@ class Cluster:
         """Of an hour of all hosts."""
         return sum(host.price for host in self.hosts)
 
+    def money(self, amount: float) -> str:
+        """An amount in the cluster's currency, for a reader: "40,000 USD", "0.0123 USD"."""
+        return f"{amount:{',.0f' if amount >= 1000 else '.4g'}} {self.currency}"
+
     @property
     def watts(self) -> float:
         """Of all devices."""

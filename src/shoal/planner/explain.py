@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import UserError
-from shoal.planner.cluster import Link
+from shoal.planner.cluster import Host, Link
 from shoal.planner.profile import Cut, Profile, deepened
 from shoal.planner.search import Search
 from shoal.planner.task import TERMS, Estimate, Found, Task
@@ -16,6 +16,8 @@ from shoal.planner.task import TERMS, Estimate, Found, Task
 GB = 10**9
 MOST = 1 << 12
 """Times as much, at most, that is asked for."""
+SIZES = 16
+"""Numbers of hosts that are tried beside divisors: each is a search."""
 
 
 @dataclass(frozen=True)
@@ -26,29 +28,30 @@ class Explanation:
     - `bought`: seconds of a step that one more GB, or GB/s, would save, by what it is of
     - `fragile`: terms of which an error of 10% would make another candidate the fastest, with that one's number
     - `blocks`: of the largest model of this width that fits, None where it has none; `rows`: how many times as long a
-      row could be; `devices`: of the smallest part of this machine that would do
+      row could be; `more_blocks`, `more_rows`: whether larger ones may fit, which were not asked for
+    - `devices`: of the smallest part of this machine that would do
     """
 
     binding: str
     bought: Mapping[str, float]
     fragile: Mapping[str, int]
     blocks: int | None
+    more_blocks: bool
     parameters: int
     rows: float
+    more_rows: bool
     devices: int
 
 
 def explain(task: Task, chosen: Estimate, others: Sequence[Estimate], margins: bool = True) -> Explanation:
     """Explains `chosen` of `task`; `others`: the next best. `margins`: also what more of something would buy, for which
     it is searched again, four times."""
-    blocks, parameters = largest(task)
     return Explanation(
         binding(task, chosen),
         bought(task, chosen) if margins else {},
         fragile(chosen, others),
-        blocks,
-        parameters,
-        longest(task),
+        *largest(task),
+        *longest(task),
         smallest(task),
     )
 
@@ -78,11 +81,11 @@ def fragile(chosen: Estimate, others: Sequence[Estimate]) -> dict[str, int]:
     """The terms of which an error of 10%, either way, would have another candidate win, and which one. Those that are
     faster as it is were passed over for another reason."""
     found: dict[str, int] = {}
-    least = [each.seconds if each.seconds < chosen.seconds else 0.0 for each in (chosen, *others)]
+    passed_over = [each.seconds < chosen.seconds for each in (chosen, *others)]
     for what in TERMS:
         for factor in (1.1, 0.9):
             off = [each.seconds + (factor - 1) * each.terms.get(what, 0.0) for each in (chosen, *others)]
-            seconds = [math.inf if passed else each for each, passed in zip(off, least, strict=True)]
+            seconds = [math.inf if passed else each for each, passed in zip(off, passed_over, strict=True)]
             best = min(range(len(seconds)), key=seconds.__getitem__)
             if best and seconds[best] < seconds[0] * (1 - 1e-9):
                 found.setdefault(what, best)
@@ -125,22 +128,22 @@ def fits(task: Task) -> bool:
     return False
 
 
-def largest(task: Task) -> tuple[int | None, int]:
-    """Blocks and parameters of the largest model of this width that fits."""
+def largest(task: Task) -> tuple[int | None, bool, int]:
+    """Blocks of the largest model of this width that fits, whether a larger one may fit, and its parameters."""
     profile = task.profile
     if profile.blocks < 1:
-        return None, profile.parameters
+        return None, False, profile.parameters
     least = profile.blocks
 
     def of(blocks: int) -> Profile:
         return deepened(profile, blocks, least // 2)
 
-    blocks = _most(lambda blocks: fits(replace(task, profile=of(blocks))), least)
-    return (blocks, of(blocks).parameters) if blocks else (None, 0)
+    blocks, more = _most(lambda blocks: fits(replace(task, profile=of(blocks))), least)
+    return (blocks, more, of(blocks).parameters) if blocks else (None, False, 0)
 
 
-def longest(task: Task) -> float:
-    """How many times as long a row could be; memory grows with its tokens."""
+def longest(task: Task) -> tuple[float, bool]:
+    """How many times as long a row could be, and whether a longer one may fit; memory grows with its tokens."""
 
     def longer(times: float) -> Profile:
         def cut(value: Cut) -> Cut:
@@ -152,27 +155,38 @@ def longest(task: Task) -> float:
         )
         return replace(task.profile, parts=parts, temporaries=cut(task.profile.temporaries))
 
-    return _most(lambda quarters: fits(replace(task, profile=longer(quarters / 4))), 4) / 4
+    quarters, more = _most(lambda quarters: fits(replace(task, profile=longer(quarters / 4))), 4)
+    return quarters / 4, more
 
 
 def smallest(task: Task) -> int:
-    """Devices of the smallest part of the cluster that would do: some of a host, or some hosts."""
-    cluster, best = task.cluster, task.cluster.size
-    first = cluster.hosts[0]
-    sizes = [each for each in range(1, first.count + 1) if first.count % each == 0]
-    sizes += [first.count * hosts for hosts in range(2, len(cluster.hosts)) if len(cluster.hosts) % hosts == 0]
-    for size in sizes:
-        hosts = (replace(first, count=size),) if size <= first.count else cluster.hosts[: size // first.count]
-        if first.device.on_host and size < first.count:
-            hosts = (replace(first, count=size, memory=first.memory),)
-        if fits(replace(task, cluster=replace(cluster, hosts=hosts), limit=None)):
-            best = size
-            break
-    return best
+    """Devices of the smallest part of the cluster that would do: some of a host, or some hosts, those with most memory
+    before others."""
+    cluster = task.cluster
+    hosts = sorted(cluster.hosts, key=lambda host: (replace(cluster, hosts=(host,)).memory, host.memory), reverse=True)
+    first = hosts[0]
+    parts: list[tuple[Host, ...]] = [
+        (replace(first, count=count),) for count in range(1, first.count) if first.count % count == 0
+    ]
+    parts += [tuple(hosts[:number]) for number in numbers_of_hosts(len(hosts))]
+    limit = None if first.device.on_host else task.limit  # a host's memory is shared by fewer devices
+    for part in parts:
+        smaller = replace(cluster, hosts=part)
+        if fits(replace(task, cluster=smaller, limit=limit)):
+            return smaller.size
+    return cluster.size
 
 
-def _most(possible: Callable[[int], bool], start: int) -> int:
-    """The largest number for which it is possible, near enough: by doubling, then by halves to 2%. 0 for none."""
+def numbers_of_hosts(most: int) -> list[int]:
+    """The numbers of hosts that are tried of so many, ascending: all up to SIZES, of more their divisors and each
+    further one of SIZES equal steps."""
+    step = math.ceil(most / SIZES)
+    return [each for each in range(1, most + 1) if each % step == 0 or most % each == 0]
+
+
+def _most(possible: Callable[[int], bool], start: int) -> tuple[int, bool]:
+    """The largest number for which it is possible, near enough: by doubling, then by halves to 2%, 0 for none; and
+    whether it may be possible for larger ones, as MOST times `start` is the end."""
     if not possible(start):
         low, high = 0, start
     else:
@@ -180,10 +194,12 @@ def _most(possible: Callable[[int], bool], start: int) -> int:
         while low < MOST * start and possible(2 * low):
             low *= 2
         high = 2 * low
+    if low >= MOST * start:
+        return low, True
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
         low, high = (middle, high) if possible(middle) else (low, middle)
-    return low
+    return low, False
 
 
 def front(found: Found) -> list[Estimate]:
@@ -195,27 +211,34 @@ def front(found: Found) -> list[Estimate]:
     return best
 
 
-def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float]) -> Task:
-    """The task on as many hosts as keep the price of the whole job within `budget`, the most that do. Raises UserError
-    where none does."""
+def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float], currency: str = "") -> Task:
+    """The task on the number of hosts, of the first ones of the cluster, whose plan is the fastest of those that keep
+    the price of the whole job within `budget` (see `numbers_of_hosts`). `seconds`: of the whole job; `currency`: of the
+    budget, "" for the cluster's. Raises UserError where no plan keeps to it."""
     cluster = task.cluster
     if not cluster.price:
         raise UserError(
             f"--budget needs prices, and {cluster.name} has none: describe the machine in a cluster file with price "
             "(of an hour of a host) in [[hosts]]"
         )
-    numbers = sorted(
-        {len(cluster.hosts), *(each for each in range(1, len(cluster.hosts)) if len(cluster.hosts) % each == 0)}
-    )
-    cheapest = float("inf")
-    for number in reversed(numbers):
-        other = replace(task, cluster=cluster.with_hosts(number))
-        best = Search(other).run().best
-        if not best:
+    if currency and currency.upper() != cluster.currency.upper():
+        raise UserError(
+            f'--budget is in "{currency}", prices of {cluster.name} in "{cluster.currency}": give an amount in these, '
+            f'such as "40000{cluster.currency}"'
+        )
+    cheapest, found, fastest = math.inf, task, math.inf
+    for number in reversed(numbers_of_hosts(len(cluster.hosts))):
+        search = Search(replace(task, cluster=cluster.with_hosts(number)))
+        if min(map(search.bound, search.spreads()), default=math.inf) >= fastest or not (best := search.run().best):
             continue
-        price = seconds(best[0]) / 3600 * other.cluster.price
+        price = seconds(best[0]) / 3600 * search.task.cluster.price
         cheapest = min(cheapest, price)
-        if price <= budget:
-            return other
-    said = "no plan fits" if cheapest == float("inf") else f"the cheapest takes {cheapest:,.0f} {cluster.currency}"
-    raise UserError(f"--budget {budget:,.0f}: {said}. Train fewer steps, or take devices that cost less")
+        if price <= budget and best[0].seconds < fastest:
+            found, fastest = search.task, best[0].seconds
+    if fastest < math.inf:
+        return found
+    said = "no plan fits" if cheapest == math.inf else f"the cheapest takes {cluster.money(cheapest)}"
+    raise UserError(
+        f"--budget {cluster.money(budget)}: {said}. Give more, train for fewer steps or seconds, or take devices that "
+        "cost less"
+    )
