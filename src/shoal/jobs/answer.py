@@ -19,17 +19,15 @@ from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, f
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
+from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
-from shoal.planner.task import EXACT, Estimate, Found, Task, spoken
+from shoal.planner.task import EXACT, Estimate, Found, Task
 from shoal.precision import precision
-
-TRIES = 12
-"""Candidates that are run dry at most until one is confirmed."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +56,19 @@ class Chosen:
         return self.settled.job.plan
 
     @property
-    def steps(self) -> int:
-        """Number of steps of the whole job, which train.seconds may end (see `Settled.steps_of`)."""
-        return self.settled.steps_of(self.estimate.seconds)
+    def steps(self) -> int | None:
+        return self.settled.total
 
     @property
-    def hours(self) -> float:
+    def hours(self) -> float | None:
         """Of the whole job."""
-        return self.steps * self.estimate.seconds / 3600
+        return None if self.steps is None else self.steps * self.estimate.seconds / 3600
 
     @property
     def price(self) -> float | None:
-        """Of the whole job, None where the cluster has no prices."""
+        """Of the whole job, where prices are known."""
         each = self.task.cluster.price
-        return self.hours * each if each else None
+        return None if self.hours is None or not each else self.hours * each
 
     @property
     def bytes(self) -> int:
@@ -164,41 +161,17 @@ def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:
 
 def confirmed(settled: Settled, task: Task) -> Chosen:
     """Searches, and runs candidates dry, the fastest first, until one is found legal and to fit."""
-    passed: list[tuple[Estimate, str]] = []
     task, found, eager = searched(settled, task)
-    looked = list(found.best)
-    while looked and len(passed) < TRIES:
-        estimate = looked.pop(0)
+
+    def look(task: Task, estimate: Estimate) -> tuple[tuple[Settled, tuple[Prediction, ...]], str]:
         rows = estimate.choice.microbatch if task.microbatch is None else None
         own = under(settled, estimate.choice.plan(task.pins), rows)
-        try:
-            predictions = tuple(dry(own, task, estimate))
-            why = next(filter(None, (each.lacking(task.most) for each in predictions)), "")
-        except UserError as error:
-            why, predictions = str(error), ()
-        if not why:
-            return Chosen(own, task, estimate, predictions, tuple(looked[:5]), tuple(passed), found, eager)
-        passed.append((estimate, why))
-        if not looked:  # what was refused stays out
-            task = _without(task, passed)
-            looked = list(search(task).best)
-    reasons = "; ".join(f"{spoken(each.choice.plan(task.pins).to_dict())}: {why}" for each, why in passed[:3])
-    raise UserError(f"no plan that was tried holds in a dry run: {reasons}")
+        predictions = tuple(dry(own, task, estimate))
+        return (own, predictions), next(filter(None, (each.lacking(task.most) for each in predictions)), "")
 
-
-def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task:
-    """The task with less memory by what dry runs counted beside, or without the way to divide that was refused."""
-    refused = [each for each, why in passed if not why.startswith("a dry run")]
-    legal = dict(task.legal)
-    for each in refused:
-        spread = each.choice.spread
-        for what, degree in (("experts", spread.experts), ("tokens", spread.tokens), ("parts", spread.parts)):
-            if degree > 1:
-                legal[what] = 1
-                break
-        else:
-            legal["stages"] = 1
-    return replace(task, legal=legal, limit=task.most if refused else 0.85 * task.most)
+    got = confirm(task, found, look)
+    own, predictions = got.looked
+    return Chosen(own, got.task, got.estimate, predictions, got.others[:5], got.passed, found, eager)
 
 
 def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:

@@ -22,6 +22,7 @@ from shoal.plan import Plan
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
+from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
@@ -30,7 +31,7 @@ from shoal.planner.prepare import Subject
 from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
 from shoal.planner.search import search
-from shoal.planner.task import Estimate, Task, spoken
+from shoal.planner.task import Estimate, Task
 from shoal.precision import precision as precision_named
 from shoal.training.loss import Loss
 
@@ -99,30 +100,27 @@ def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:
 
 def _confirmed(task: Task, subject: Subject, optimizer: OptimizerFactory) -> tuple[Plan, int]:
     """The fastest candidate whose ranks can be run dry and fit."""
-    refused = []
-    for estimate in search(task).best:
-        plan, rows = estimate.choice.plan(task.pins), estimate.choice.microbatch
-        why = _why_not(task, subject, optimizer, plan, estimate)
-        if not why:
-            return plan, rows
-        refused.append(f"{spoken(plan.to_dict())}: {why}")
-    raise UserError(f"no plan that was tried holds in a dry run: {'; '.join(refused[:3])}")
+
+    def look(task: Task, estimate: Estimate) -> tuple[Plan, str]:
+        plan = estimate.choice.plan(task.pins)
+        return plan, _why_not(task, subject, optimizer, plan, estimate)
+
+    chosen = confirm(task, search(task), look)
+    return chosen.looked, chosen.estimate.choice.microbatch
 
 
 def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Plan, estimate: Estimate) -> str:
-    """Why a plan does not go, by dry runs of its first, second and last ranks along the pipeline; "" if it does."""
+    """Why a plan does not go, by dry runs of its first, second and last ranks along the pipeline; "" if it does.
+    Raises UserError for one that the engine refuses."""
     cluster, last = task.cluster, Spread.of(plan).stages - 1
     on_host = cluster.hosts[0].device.on_host
     ranks = min(cluster.per_host, plan.size)
     machine = Machine(min(host.memory for host in cluster.hosts), None if on_host else cluster.memory, ranks)
     own = replace(subject, microbatch=estimate.choice.microbatch, plan=plan)
-    try:
-        for recording in _recorded(own, sorted({0, min(1, last), last})):
-            needed = predict(recording, optimizer, plan, subject.precision, machine, estimate.microbatches)
-            if lacking := needed.lacking(task.most):
-                return lacking
-    except UserError as error:
-        return str(error)
+    for recording in _recorded(own, sorted({0, min(1, last), last})):
+        needed = predict(recording, optimizer, plan, subject.precision, machine, estimate.microbatches)
+        if lacking := needed.lacking(task.most):
+            return lacking
     return ""
 
 

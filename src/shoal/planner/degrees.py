@@ -116,6 +116,6 @@ def _by_context(spread: Spread, most: Mapping[str, int], pins: Mapping[str, Any]
     for ring in ways:
         if ring and spread.tokens > 1 and not most.get("ring", 1):
             continue
-        if not ring and heads and heads % prod((spread.parts, spread.tokens)):
+        if spread.tokens > 1 and not ring and heads and heads % prod((spread.parts, spread.tokens)):
             continue
         yield replace(spread, ring=ring)

@@ -1,0 +1,87 @@
+"""The fastest plan that a look at it confirms: candidates of a search, one after the other, and where all of one way to
+divide the model are refused, those of a search without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from shoal.errors import UserError
+from shoal.planner.search import search
+from shoal.planner.task import Estimate, Found, Task, spoken
+
+TRIES = 12
+"""Candidates of one search that are looked at."""
+OVER = "a dry run"
+"""How a reason begins that speaks of memory, not of a plan that the engine refuses."""
+
+Looked = TypeVar("Looked")
+Passed = tuple[tuple[Estimate, str], ...]
+_WAYS = ("experts", "tokens", "parts", "stages")
+"""Ways to divide a model, those that are left out first where several are combined."""
+
+
+@dataclass(frozen=True)
+class Confirmed(Generic[Looked]):
+    """The candidate that was confirmed, what the look at it gave, those that come after it, and those that were
+    refused before it, each with the reason. `task`: as it was searched at last."""
+
+    task: Task
+    estimate: Estimate
+    looked: Looked
+    others: tuple[Estimate, ...]
+    passed: Passed
+
+
+def confirm(task: Task, found: Found, look: Callable[[Task, Estimate], tuple[Looked, str]]) -> Confirmed[Looked]:
+    """Looks at candidates of `found`, the fastest first, until one is legal and fits.
+
+    `look` gives what it found and why that does not do ("" if it does), or raises UserError. Where all candidates are
+    refused, the way to divide that they share stays out of another search. Raises UserError with the reasons.
+    """
+    passed: list[tuple[Estimate, str]] = []
+    while True:
+        left = list(found.best)
+        new: list[tuple[Estimate, str]] = []
+        while left and len(new) < TRIES:
+            estimate = left.pop(0)
+            try:
+                looked, why = look(task, estimate)
+            except UserError as error:
+                why = str(error)
+            if not why:
+                return Confirmed(task, estimate, looked, tuple(left), (*passed, *new))
+            new.append((estimate, why))
+        passed += new
+        narrower = _without(task, new)
+        if narrower is None:
+            raise UserError(_reasons(task, passed))
+        try:
+            task, found = narrower, search(narrower)
+        except UserError:  # nothing is left: what was refused says more
+            raise UserError(_reasons(task, passed)) from None
+
+
+def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
+    """The task with less memory by what dry runs counted beside, or without the ways to divide that were refused; None
+    where there is nothing to leave out."""
+    refused = [each for each, why in passed if not why.startswith(OVER)]
+    if not refused:
+        return replace(task, limit=0.85 * task.most)
+    legal = dict(task.legal)
+    for each in refused:
+        way = next((what for what in _WAYS if getattr(each.choice.spread, what) > 1), None)
+        if way is not None:
+            legal[way] = 1
+    return replace(task, legal=legal) if legal != dict(task.legal) else None
+
+
+def _reasons(task: Task, passed: list[tuple[Estimate, str]]) -> str:
+    """What was refused: each reason once, with the first plan that it was given for."""
+    first: dict[str, str] = {}
+    for each, why in passed:
+        first.setdefault(why, spoken(each.choice.plan(task.pins).to_dict()))
+    return "no plan that was tried holds in a dry run: " + "; ".join(
+        f"{plan}: {why}" for why, plan in list(first.items())[:3]
+    )

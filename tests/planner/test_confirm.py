@@ -1,0 +1,55 @@
+"""What the planner does where every candidate of its first search is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Plan, auto_plan
+from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
+from shoal.planner.cluster import Cluster, Device, Host, Link
+
+DEVICE = Device("cores", {"fp32": 1e11}, 2**33, 1e10, launch=1e-5, on_host=True)
+TWO = Cluster("here", (Host(DEVICE, 2, Link(1e-5, 2e9), 2**33, 5e9),), Link(1e-4, 1e9), 0.3)
+MLP = {"up": (16, 32), "down": (32, 16)}
+
+
+class Twice(nn.Module):
+    """Goes through its blocks twice, so no cut into stages has each of them once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(*MLP["up"]), nn.GELU(), nn.Linear(*MLP["down"])) for _ in range(4)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            inputs = inputs + block(inputs)
+        return inputs
+
+
+def squares(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(model(mb["inputs"]), mb["targets"], reduction="sum"), torch.tensor(mb["inputs"].numel())
+
+
+def asked(world: Any, pins: dict[str, Any]) -> Plan:
+    sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    return auto_plan(Twice, squares, adamw, sample, global_batch=8, pins=pins, world=world, cluster=TWO)[0]
+
+
+def test_another_way_to_divide_is_found_where_the_fastest_is_refused() -> None:
+    assert [plan.tp for plan in simulate_world(2, asked, {"dp": 1})] == [2, 2]
+
+
+def test_a_refusal_gives_each_reason_once() -> None:
+    with pytest.raises(UserError, match=r"^auto_plan: no plan .*calls blocks.0.0 more than once") as refusal:
+        simulate_world(2, asked, {"pp": 2})
+    assert str(refusal.value).count("more than once") == 1
