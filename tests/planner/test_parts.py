@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shoal import Plan, UserError
-from shoal.models import GPT, GPTConfig, causal_lm
+from shoal.models import GPT, GPTConfig, build, causal_lm
 from shoal.pipeline import make_schedule
 from shoal.pipeline.units import units_of
-from shoal.planner import Part, Subject, dry_run, parts_of, with_stages
+from shoal.planner import Part, Subject, dry_run, dry_run_stages, parts_of, with_stages
 from shoal.planner import parts as parts_module
 from shoal.planner.parts import cut, under_way
 from shoal.precision import precision
@@ -161,3 +161,14 @@ def test_what_is_wrong_is_named(stages, message):
     plan = Plan(pp=2, stages=stages)
     with pytest.raises(UserError, match=message):
         with_stages(plan, subject(plan), ADAMW, 4, CPU)
+
+
+def test_stages_of_experts_in_fp32_are_run_dry():
+    """Torch's stand-in for products by groups takes bf16 alone."""
+    config = {"model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 16, "moe_intermediate_size": 16}
+    config |= {"head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2}
+    model = build({"name": "hf", "config": config, "num_hidden_layers": 2})
+    row = {key: torch.zeros(8, dtype=torch.int64) for key in ("input_ids", "labels")}
+    staged = dry_run_stages(Subject(model.factory, model.loss, row, 1, precision("fp32"), Plan(pp=2)))
+    assert len(staged.stages) == 2

@@ -16,6 +16,7 @@ from shoal.pipeline import Pass, Routes, Schedule, Split, look
 from shoal.pipeline.units import Unit
 from shoal.planner.prepare import Prepared
 from shoal.planner.recording import Event, OneStage, Staged
+from shoal.planner.workspace import Called
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,8 @@ class AllStages:
     def learn(self, forward: Callable[[], Tensor]) -> None:
         """What travels between all stages. UserError for a model that cannot be cut there."""
         for stage in range(self._schedule.stages):
-            found = look(self._split, stage, self._routes, forward, CPU)
+            with Called():
+                found = look(self._split, stage, self._routes, forward, CPU)
             if isinstance(found, str):
                 raise UserError(found)
             self._routes.stages.append(found)

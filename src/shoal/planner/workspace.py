@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 """(input [T, B, F], four weights, h, c, options ...) -> (output, h, c, workspace)."""
@@ -25,6 +25,13 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
         low = [each.to(torch.bfloat16) for each in args[:2]]
         return func(*low, *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
+
+
+class Called(TorchDispatchMode):
+    """Operations on fake tensors as `called` gives them, for what other modes above it run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
 
 
 def with_workspace(func: Any, args: Any, out: Any) -> Any:
