@@ -87,13 +87,16 @@ class OfDocuments(nn.Module):
         return input_ids
 
 
-def shared(world, kind: str, causal: bool, documents: bool, kv_heads: int, dtype: torch.dtype) -> list[float]:
-    """By how much the result and the gradients of queries, keys and values differ from those of whole rows."""
+def shared(
+    world, kind: str, causal: bool, documents: bool, kv_heads: int, dtype: torch.dtype, width: int = 8
+) -> list[float]:
+    """By how much the result and the gradients of queries, keys and values (of `width`) differ from those of whole
+    rows."""
     draw = torch.Generator().manual_seed(0)
     T, heads = 4 * 6 * world.size, 2 * world.size
     q, k, v, grad = (
-        torch.randn(2, h, T, 8, generator=draw, dtype=torch.float64).to(dtype)
-        for h in (heads, kv_heads, kv_heads, heads)
+        torch.randn(2, h, T, size, generator=draw, dtype=torch.float64).to(dtype)
+        for h, size in ((heads, 8), (kv_heads, 8), (kv_heads, width), (heads, width))
     )
     ids = {"input_ids": torch.zeros(2, T, dtype=torch.int64)}
     if documents:
@@ -146,3 +149,10 @@ def test_attention_over_shared_rows_is_that_over_whole_ones(kind, size, kv_heads
     for off, kept in run_ranks(shared, size, kind, causal, documents, kv_heads, dtype):
         assert off < BOUNDS[dtype]
         assert documents or kept < 2.2 / size, "of what attention keeps a rank has its part"
+
+
+@pytest.mark.parametrize("width", [4, 12])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_values_may_be_narrower_or_wider_than_keys(kind, width):
+    for off, _ in run_ranks(shared, 2, kind, True, False, 4, torch.float64, width):
+        assert off < BOUNDS[torch.float64]

@@ -26,7 +26,7 @@ from shoal.errors import UserError
 from shoal.models.adapted import unadapted
 from shoal.models.attention import document_mask
 from shoal.parallel.context.documents import documents_of, stretches, window_of
-from shoal.parallel.context.ring import Ring, ring_attention
+from shoal.parallel.context.ring import Ring, of_one_width, ring_attention
 
 PURPOSE = "attention"
 
@@ -215,6 +215,8 @@ class Context:
             return self._attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        if query.shape[-1] != value.shape[-1]:
+            return of_one_width(self.attend, (query, key, value), (attn_mask, dropout_p, is_causal), scale, enable_gqa)
         if attn_mask is not None:
             is_causal = self._is_causal(attn_mask)
         if self._lane is None:

@@ -16,11 +16,12 @@ with the gradients of keys and values, so a rank saves only its own tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm import Group, Lane
@@ -166,6 +167,16 @@ class _RingAttention(torch.autograd.Function):
             travelling[1][:, :, k] += gradients[2]
         grad_key, grad_value = ring.pass_on(travelling)  # those held last are the next rank's: one more step home
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
+
+
+def of_one_width(
+    attend: Callable[..., Tensor], tensors: Sequence[Tensor], options: Sequence[Any], scale: float | None, gqa: bool
+) -> Tensor:
+    """Computes `attend` of queries, keys, and values that are narrower or wider than keys: zeros make them alike, so
+    that they travel together."""
+    own, value = tensors[0].shape[-1], tensors[2].shape[-1]
+    wide = [F.pad(each, (0, max(own, value) - each.shape[-1])) for each in tensors]
+    return attend(*wide, *options, scale or own**-0.5, gqa)[..., :value]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
