@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from shoal.errors import UserError
 
 
 class Unseen(Tensor):
-    """Stands in for a parameter of a part when the model, or the loss, looks at it from outside.
+    """Stands in for a parameter or a buffer of a part when the model, or the loss, looks at it from outside.
 
     It has the shape, the dtype and the device, and refuses to be computed with.
     """
 
     known_as: str
+    kind: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -27,16 +29,16 @@ class Unseen(Tensor):
         found: Unseen = Tensor._make_wrapper_subclass(
             Unseen, parameter.shape, dtype=its, device=device, requires_grad=parameter.requires_grad
         )
-        found.known_as = name
+        found.known_as, found.kind = name, "parameter" if isinstance(parameter, nn.Parameter) else "buffer"
         return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        names = [each.known_as for each in args if isinstance(each, Unseen)]
+        names = [f"the {each.kind} {each.known_as}" for each in args if isinstance(each, Unseen)]
         raise UserError(
-            f"the loss, or the model between its parts, computes with the parameter {', '.join(names)}, which with "
+            f"the loss, or the model between its parts, computes with {', '.join(names)}, which with "
             "plan.pp > 1 is used inside its part alone (its shape, dtype and device may be read anywhere): compute "
             "with it in that module's forward, leave weight decay to the optimizer, or take plan.pp = 1"
         )
@@ -61,19 +63,27 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit("", module)
 
 
+def _outside(name: str, *_: Any, **__: Any) -> None:
+    raise UserError(
+        f"{name} is called from outside of its part, which another stage has: call it in the forward of the module "
+        "that has it, give both to one stage (plan.stages), or take plan.pp = 1"
+    )
+
+
 class StandIn(nn.Module):
     """A module whose call returns the result of `answer`.
 
     Attributes are those of `part`, but it does not have its parameters, buffers and modules. While the model runs,
-    `show` sets what `model.parameters()` yields for a parameter of the part.
+    `show` sets what `model.parameters()` yields for a parameter of the part, and so for what is read of a part that is
+    not `here`, in the stage that runs: its own tensors there are without values, or are not trained.
     """
 
-    def __init__(self, part: nn.Module, answer: Callable[..., Any]) -> None:
+    def __init__(self, part: nn.Module, answer: Callable[..., Any], name: str = "") -> None:
         super().__init__()
-        self.__dict__.update(_part=part, _answer=answer, _shown=None)
+        self.__dict__.update(_part=part, _answer=answer, _name=name, _shown=None, _here=True)
 
-    def show(self, shown: Callable[[str, nn.Parameter], Tensor] | None) -> None:
-        self.__dict__["_shown"] = shown
+    def show(self, shown: Callable[[str, Tensor], Tensor] | None, here: bool = True) -> None:
+        self.__dict__.update(_shown=shown, _here=here)
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
@@ -95,10 +105,21 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             found = getattr(self.__dict__["_part"], name)
-            shown = self.__dict__["_shown"]
-            return (
-                shown(name, found) if shown is not None and isinstance(found, nn.Parameter) and found.is_meta else found
-            )
+        return self._seen(name, found)
+
+    def _seen(self, name: str, found: Any) -> Any:
+        """What the model sees of `found`, which the part has under this name."""
+        shown, known_as = self.__dict__["_shown"], f"{self.__dict__['_name']}.{name}"
+        if shown is None or self.__dict__["_here"]:
+            return found
+        if isinstance(found, Tensor):
+            return shown(known_as, found)
+        if isinstance(found, nn.Module):
+            kind = _Several if hasattr(found, "__getitem__") else StandIn
+            inside = kind(found, partial(_outside, known_as), known_as)
+            inside.show(shown, here=False)
+            return inside
+        return found
 
     def hold(self, name: str, parameter: nn.Parameter) -> None:
         """Keeps one parameter of the part, under its name in it, since it is tied to one that this rank has.
@@ -112,3 +133,13 @@ class StandIn(nn.Module):
                 owner._modules[step] = nn.Module()
             owner = owner.get_submodule(step)
         owner._parameters[attribute] = parameter
+
+
+class _Several(StandIn):
+    """A stand-in for a list or dict of modules inside a part."""
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_part"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._seen(str(key), self.__dict__["_part"][key])

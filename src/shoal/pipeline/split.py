@@ -84,7 +84,7 @@ class Split:
         # (parent, key, part, its stand-in)
         self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for index, (unit, stage) in enumerate(zip(units, stages, strict=True)):
-            stand_in = StandIn(unit.module, partial(self._called, index))
+            stand_in = StandIn(unit.module, partial(self._called, index), unit.name)
             self._stand_ins.append(stand_in)
             if stage in own:
                 self._swapped += [(parent, key, unit.module, stand_in) for parent, key in places[index]]
@@ -153,8 +153,8 @@ class Split:
         self._stage, self._forward = stage, forward
         for parent, key, _, stand_in in self._swapped:
             parent._modules[key] = stand_in
-        for stand_in in self._stand_ins:
-            stand_in.show(self._show)
+        for stand_in, its in zip(self._stand_ins, self.stages, strict=True):
+            stand_in.show(self._show, here=its == stage)
         try:
             yield
         finally:
@@ -174,7 +174,7 @@ class Split:
                 return None
 
     def _show(self, name: str, parameter: Tensor) -> Unseen:
-        """Returns the stand-in that the model sees for a parameter of a part, from outside of that part."""
+        """Returns the stand-in that the model sees for a tensor of a part, from outside of that part."""
         if id(parameter) not in self._shown:
             own = (each for _, _, part, _ in self._swapped for each in part.parameters() if each.is_floating_point())
             like = next(own, parameter)

@@ -1,0 +1,106 @@
+"""A model that uses what is inside a part from outside of it: another stage may have that."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(torch.tanh(self.up(x)))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.end(x)
+
+
+class Weight(Base):
+    """The head is tied by a call of a function on the weight of the first layer."""
+
+    def end(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.first.weight)
+
+
+class Buffer(Base):
+    def end(self, x: Tensor) -> Tensor:
+        return x * self.blocks[0].scale
+
+
+class Inner(Base):
+    def end(self, x: Tensor) -> Tensor:
+        return self.blocks[0].rest[0](x)
+
+
+class Described(Base):
+    """Reads from another stage's part what it may: lengths, shapes, dtypes."""
+
+    def end(self, x: Tensor) -> Tensor:
+        inner = self.blocks[0].rest
+        return x.to(inner[0].weight.dtype) / (len(inner) * inner[0].weight.shape[0] * self.blocks[0].scale.numel())
+
+
+def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
+
+
+def trained(world: Any, make: Any, ready: bool, plan: dict[str, Any]) -> list[float]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(WIDTH, generator=draw), "y": torch.randn(WIDTH, generator=draw)} for _ in range(8)]
+    model = make
+    if ready:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = make()
+    engine = Engine(model, squares, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=4, microbatch=2,
+                    world=world)  # fmt: skip
+    try:
+        return [engine.step(batch).loss for batch in engine.batches(rows, steps=2)]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Weight, "computes with the parameter first.weight"),
+        (Buffer, "computes with the buffer blocks.0.scale"),
+        (Inner, "blocks.0.rest.0 is called"),
+    ],
+)
+def test_what_another_stage_has_is_not_computed_with(make: Any, message: str, ready: bool) -> None:
+    with pytest.raises(UserError, match=message):
+        simulate_world(2, trained, make, ready, {"pp": 2})
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_what_another_stage_has_may_be_looked_at(ready: bool) -> None:
+    one = simulate_world(1, trained, Described, ready, {})[0]
+    assert simulate_world(2, trained, Described, ready, {"pp": 2})[0] == pytest.approx(one, rel=1e-6)
