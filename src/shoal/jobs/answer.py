@@ -56,19 +56,20 @@ class Chosen:
         return self.settled.job.plan
 
     @property
-    def steps(self) -> int | None:
-        return self.settled.total
+    def steps(self) -> int:
+        """Number of steps of the whole job, which train.seconds may end (see `Settled.steps_of`)."""
+        return self.settled.steps_of(self.estimate.seconds)
 
     @property
-    def hours(self) -> float | None:
+    def hours(self) -> float:
         """Of the whole job."""
-        return None if self.steps is None else self.steps * self.estimate.seconds / 3600
+        return self.steps * self.estimate.seconds / 3600
 
     @property
     def price(self) -> float | None:
-        """Of the whole job, where prices are known."""
+        """Of the whole job, None where the cluster has no prices."""
         each = self.task.cluster.price
-        return None if self.hours is None or not each else self.hours * each
+        return self.hours * each if each else None
 
     @property
     def bytes(self) -> int:
