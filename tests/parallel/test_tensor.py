@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -153,6 +154,38 @@ def test_a_cut_model_computes_what_the_whole_one_does(name, size):
         max(kept for *_, kept, _ in answers)
         < sum(map(torch.numel, whole.values())) - matrices * (size - 1) / size * 0.85
     )
+
+
+def three_products(world, frozen: bool, sequence: bool) -> tuple[int, int, float, bool]:
+    """Sums and gathers that ranks make for one tensor in three products, forward and in all; the error of its gradient;
+    whether what entered is kept when the tensor has gone."""
+    region, rows = region_of(world), 4 // world.size
+    region.sequence = sequence
+    torch.manual_seed(0)
+    given = torch.randn(2, 6, 8)
+    region.leave_first(given)
+    x, weights = region.own_tokens(given).requires_grad_(), torch.randn(3, 4, 8, requires_grad=not frozen)
+
+    def calls() -> int:
+        return sum(used.calls for flow, used in world.ledger.traffic.items() if flow.purpose == "activations")
+
+    before, same = calls(), x * 1
+    parts = [F.linear(region.enter(same), weight[world.rank * rows :][:rows]) for weight in weights]
+    entered = ref(region.enter(same))
+    forward = calls() - before
+    torch.cat(parts, -1).square().sum().backward()
+    whole = given.requires_grad_()
+    torch.cat([F.linear(whole, weight) for weight in weights], -1).square().sum().backward()
+    error = float((x.grad - region.own_tokens(whole.grad)).abs().max())
+    del same, parts
+    return forward, calls() - before, error, entered() is not None
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_what_enters_for_several_products_enters_once(frozen, sequence):
+    for forward, both, error, kept in run_ranks(three_products, 2, frozen, sequence):
+        assert forward == sequence and both == 1 + sequence and error < 1e-5 and not kept
 
 
 class Encoder(nn.Module):

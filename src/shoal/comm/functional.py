@@ -61,8 +61,11 @@ class _Linear(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: Group, purpose: str = "") -> Tensor:
-    """Returns a view of `x`, equal on all ranks, for their parallel region: its gradients are summed over `group`."""
-    return _Pair(_same, _summed(group, purpose))(x)
+    """Returns `x`, equal on all ranks, for their parallel region: its gradients are summed over `group`.
+
+    What is returned has the memory of `x` and must not be changed in place.
+    """
+    return _Pair(_alias, _summed(group, purpose))(x)
 
 
 def reduce_from(x: Tensor, group: Group, purpose: str = "") -> Tensor:
@@ -104,6 +107,10 @@ def sum_everywhere(x: Tensor, group: Group, purpose: str = "") -> Tensor:
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.detach()  # a view would keep `x` itself alive
 
 
 def _summed(group: Group, purpose: str) -> Map:

@@ -48,7 +48,7 @@ class Region:
         self.size, self.rank = group.size, group.rank
         self.sequence = self.overlaps = False
         self._tokens: tuple[int, ...] = ()  # of each rank, in the running forward
-        self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
+        self._last: tuple[ref[Tensor], list[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
         self._draws: Iterator[Piece | None] = iter(())
         self.rows = 0  # of the batch in the running forward
@@ -66,7 +66,7 @@ class Region:
         """Returns the region's input for `x` [B, T, ..]: `x` itself, or the tokens of all ranks gathered (`sequence`).
 
         The gradients are summed over the ranks. A tensor that enters several times in a row (for queries, keys and
-        values) is entered once, so that its gradients are summed once.
+        values) is entered once, so that its gradients are summed once. What is returned must not be changed in place.
         """
         if (known := self._entered(x)) is not None:
             return known
@@ -75,7 +75,7 @@ class Region:
             entered = gather_from(x, self.group, 1, self._tokens, PURPOSE)
         else:
             entered = copy_to(x, self.group, PURPOSE)
-        self._last = ref(x), ref(entered), self._state(x)
+        self._note(x, entered)
         return entered
 
     @torch.compiler.disable
@@ -89,7 +89,7 @@ class Region:
         assert self._ring is not None
         self._check(x)
         y, entered = self._ring.gathered(x, weight, bias, self._tokens)
-        self._last = ref(x), ref(entered), self._state(x)
+        self._note(x, entered)
         return y
 
     @torch.compiler.disable
@@ -109,12 +109,17 @@ class Region:
         differentiate repeatedly."""
         return self.overlaps and torch._C._functorch.peek_interpreter_stack() is None
 
+    def _note(self, x: Tensor, entered: Tensor) -> None:
+        """Keeps what `x` became when it entered as long as `x` lives, until another tensor enters."""
+        held = [entered]
+        self._last = ref(x, lambda _: held.clear()), held, self._state(x)
+
     def _entered(self, x: Tensor) -> Tensor | None:
-        """Returns the input that `x` became when it entered, if it was the last tensor to do so."""
+        """Returns what `x` became when it entered, if it was the last tensor to do so."""
         if self._last is None:
             return None
-        outside, inside, before = self._last
-        return inside() if outside() is x and before == self._state(x) else None
+        outside, held, before = self._last
+        return held[0] if outside() is x and before == self._state(x) else None
 
     @staticmethod
     def _state(x: Tensor) -> tuple[bool, int | None]:
