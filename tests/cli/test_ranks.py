@@ -207,8 +207,8 @@ def test_this_machine_is_measured_planned_for_trained_on_and_compared(shoal, job
     assert shoal("train", job_file, "--nproc", 2, "--set", "train.steps=12", "--set", "run.save_every=0").code == 0
     told = json.loads(shoal("plan", "--compare", tmp_path / "run", "--json").out)
     terms = {each["what"]: each for each in told["terms"]}
-    assert told["sampled"] == 6 and terms["time of a step: copies"]["measured"] > 0, told
-    assert terms["sent by a rank: copies"]["ratio"] == pytest.approx(1.0, rel=0.05)
+    assert told["sampled"] == 6 and terms["time of a step: data-parallel communication"]["measured"] > 0, told
+    assert terms["sent by a rank: data-parallel communication"]["ratio"] == pytest.approx(1.0, rel=0.05)
     assert told["learned"].startswith("kept for the next prediction"), told["learned"]
     assert f"learned from {tmp_path / 'run'}" in " ".join(json.loads(shoal(*asked).out)["cluster"]["said"])
     refused = shoal("plan", job_file, "--measure", here)

@@ -199,6 +199,9 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
     assert told["seconds"] == pytest.approx(sum(told["terms"].values()))
     assert told["terms"]["bubble"] > 0 and len(told["dry_run"]) == 2
     drawn = page.read_text()
+    for what in ("pipeline communication", "pipeline bubble"):
+        assert f">{what}</text>" in drawn, what
+    assert ">copies<" not in drawn and "exchange, not" not in drawn, "terms have one name"
     assert drawn.count("<svg") == 5 and "<script" not in drawn and "href" not in drawn
     actions = schedule_of(plan, 64 // told["microbatch"]).orders
     assert re.findall(r"<title>([FBIW]\d+:\d+): ", drawn) == [str(each) for order in actions for each in order]

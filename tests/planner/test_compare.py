@@ -86,7 +86,7 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     assert told["sampled"] == 5 and found["time of a step: compute"]["measured"] == pytest.approx(1.7)
     parts = [each["measured"] for what, each in found.items() if what.startswith("time of a step: ")]
     assert sum(parts) == pytest.approx(2.0 + 1.7)  # computing is there as a whole, and as forward and backward
-    assert found["sent by a rank: copies"]["measured"] == 7
+    assert found["sent by a rank: data-parallel communication"]["measured"] == 7
     assert found["tokens or samples a second"]["measured"] == 64
     assert found["total time"]["measured"] == 30.0
     assert found["memory of the fullest rank"]["why"] == "not recorded"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -10,7 +11,7 @@ import pytest
 
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster
-from shoal.planner.explain import MOST, explain, fits, numbers_of_hosts, smallest, within_budget
+from shoal.planner.explain import MOST, explain, fits, numbers_of_hosts, smallest, why_not, within_budget
 from shoal.planner.pipes import cut, fill, simulated
 from shoal.planner.search import Search, search
 from tests.planner.models import GIB, MIB, cluster, model, task
@@ -191,6 +192,9 @@ def test_an_explanation_holds_when_it_is_tried() -> None:
     more = search(replace(asked, limit=asked.most + 1e9)).best[0].seconds
     assert told.bought["GB of memory"] == pytest.approx(found.best[0].seconds - more)
     assert told.devices <= 8 and told.rows >= 1
+    said = [told.binding, *(why_not(found.best[0], each) for each in found.best[1:])]
+    assert any("parallel communication +" in each for each in said), said
+    assert not {"copies", "parts", "tokens", "stages"} & set(re.findall("[a-z]+", " ".join(said))), said
 
 
 def test_communication_that_is_hidden_slows_computing() -> None:

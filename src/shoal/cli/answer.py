@@ -23,23 +23,16 @@ from shoal.jobs.auto import Asked, ask
 from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import Explanation, explain, why_not
-from shoal.planner.task import ROLES, TERMS, Estimate
+from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 from shoal.report import units
 
-WHAT = {
-    "compute": "compute",
-    "parts": "communication along tp, not hidden",
-    "tokens": "communication along cp, not hidden",
-    "experts": "communication along ep, not hidden",
-    "copies": "communication along dp, not hidden",
-    "stages": "communication along pp, not hidden",
-    "bubble": "bubble: waiting for other stages",
-    "offload": "moves to and from the host, not hidden",
-    "optimizer": "optimizer",
-    "data": "data",
-    "other": "other",
+WAYS = {
+    "parts": "tensor parallelism",
+    "tokens": "context parallelism",
+    "ring": "ring context parallelism",
+    "experts": "expert parallelism",
 }
-"""The terms of a step for a reader."""
+"""The ways to divide a model that are traced, for a reader."""
 
 
 class Options(NamedTuple):
@@ -128,14 +121,16 @@ def devices_said(cluster: Cluster) -> str:
 
 def term_table(estimate: Estimate) -> Table:
     """Makes a table of what a step takes."""
-    table = Table(title="a step", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="a step; of communication and offload, what is not hidden", title_justify="left", box=None, pad_edge=False
+    )
     for heading, where in (("term", "left"), ("seconds", "right"), ("share", "right"), ("sent by a rank", "right")):
         table.add_column(heading, justify=where, no_wrap=True)  # type: ignore[arg-type]
     for what in TERMS:
         seconds, wire = estimate.terms.get(what, 0.0), estimate.wire.get(what, 0.0)
         if seconds or wire:
             sent = units.size(wire) if wire else ""
-            table.add_row(WHAT[what], f"{seconds:.4g}", f"{seconds / estimate.seconds:.1%}", sent)
+            table.add_row(NAMES[what], f"{seconds:.4g}", f"{seconds / estimate.seconds:.1%}", sent)
     table.add_row("[bold]together", f"{estimate.seconds:.4g}", "", units.size(sum(estimate.wire.values())))
     return table
 
@@ -204,7 +199,7 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
     for what, seconds in told.bought.items():
         yield f"one more {what} would save {seconds:.3g} s of {chosen.estimate.seconds:.4g} s"
     if told.fragile:
-        said = ", ".join(f"{what} (then {place} wins)" for what, place in told.fragile.items())
+        said = ", ".join(f"{NAMES[what]} (then {place} wins)" for what, place in told.fragile.items())
         yield f"an error of 10% would change the winner in {said}"
     else:
         yield "no error of 10% in one term would change the winner"
@@ -222,7 +217,7 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
         yield f"blocks are not compiled: {chosen.eager}"
     refused = {what: why for what, why in chosen.task.profile.refused.items() if why and why != "not asked for"}
     for what, why in refused.items():
-        yield escape(f"not cut by {what}: {why}")
+        yield escape(f"no {WAYS[what]}: {why}")
     looked = chosen.found
     yield f"{looked.priced} choices priced, {looked.bounded} of {looked.spreads} degrees left out by their bound"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-WIDE, BAR, GAP, LEFT, FOOT = 860, 22, 6, 150, 44
+WIDE, BAR, GAP, LEFT, FOOT = 860, 22, 6, 190, 44
 COLOURS = ("#3f6fb5", "#d9822b", "#5a9e6f", "#b0457b", "#8a6fbf", "#c2a83e", "#4fa3a5", "#a3543f", "#6b7280")
 RULE, LIMIT = "#94a3b8", "#b91c1c"
 FAR = 4

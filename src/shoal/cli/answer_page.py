@@ -30,7 +30,7 @@ from shoal.mesh import ALONG, AXES, Mesh
 from shoal.pipeline import Costs, schedule_of, simulate
 from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
-from shoal.planner.task import ROLES, TERMS, Estimate
+from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 from shoal.report import units
 from shoal.report.replace import replace_text
 
@@ -41,7 +41,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "I": ("backward of inputs", COLOURS[2]),
     "W": ("backward of weights", COLOURS[5]),
 }
-AFTER = {"copies": ("exchange, not hidden", COLOURS[3]), "optimizer": ("optimizer", COLOURS[1])}
+AFTER = {what: (NAMES[what], COLOURS[colour]) for what, colour in (("copies", 3), ("optimizer", 1))}
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:900px;padding:0 1rem;color:#1f2933}
 h2{font-size:1.05rem;margin:2rem 0 .5rem}svg{width:100%;height:auto}pre{background:#f3f4f6;padding:.8rem}
@@ -54,7 +54,7 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
     """Writes the page of what the planner answered."""
     estimate = chosen.estimate
     plan = spoken(chosen.plan.to_dict()) or "one rank"
-    terms = [(what, estimate.terms.get(what, 0.0)) for what in TERMS]
+    terms = [(NAMES[what], estimate.terms.get(what, 0.0)) for what in TERMS]
     memory = [(role, estimate.memory.get(role, 0.0)) for role in ROLES]
     sections = {
         "Who holds what": (holders(chosen), holding(chosen)),
@@ -63,7 +63,10 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
             elsewhere(estimate),
         ),
         "A step": gantt(chosen),
-        "What a step takes": (waterfall(terms, None, units.duration, "time of a step"), ""),
+        "What a step takes": (
+            waterfall(terms, None, units.duration, "time of a step"),
+            "Of communication and offload, what is not hidden behind compute.",
+        ),
         "Time against memory": (
             scatter(chosen),
             "The filled ones are beaten by none in both; the line joins them, and the ring is the plan above.",
@@ -73,7 +76,8 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
         f"<h2>{escape(name)}</h2>{drawn}{f'<p>{escape(said)}</p>' if said else ''}"
         for name, (drawn, said) in sections.items()
     )
-    head = f"<h1>{escape(plan)}</h1><p>{escape(units.duration(estimate.seconds))} a step; {escape(told.binding)}</p>"
+    about = f"{units.duration(estimate.seconds)} a step; held back by {told.binding}"
+    head = f"<h1>{escape(plan)}</h1><p>{escape(about)}</p>"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plan)}</title><style>{STYLE}</style>'
     replace_text(path, f"{page}{head}{body}</html>\n")
 

@@ -20,7 +20,7 @@ from shoal.jobs.read import load_job
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.search import search
-from shoal.planner.task import TERMS, Estimate
+from shoal.planner.task import NAMES, TERMS, Estimate
 from shoal.report.changes import TermsRecord
 from shoal.report.levels import read_memory_traces
 from shoal.report.metrics import RunRecords, read_metrics
@@ -29,7 +29,7 @@ from shoal.report.terms import WAITING
 STATE = ("weights", "gradients", "masters", "optimizer state", "weights in use")
 """Roles that a run counts without a GPU."""
 PARTS = tuple(each for each in TERMS if each not in ("compute", "stages"))
-SAID = {WAITING: "bubble, with messages between stages"}
+SAID = {**NAMES, WAITING: f"{NAMES[WAITING]} and communication"}
 NOT_SAMPLED = "no step was sampled"
 
 
@@ -149,7 +149,7 @@ def _terms(
     for what in [each for each in TERMS if estimate.wire.get(each) or each in sent]:
         measured = median(each.sent.get(what, 0) for each in sampled) if sampled else None
         why = "" if sampled else NOT_SAMPLED
-        yield Compared(f"sent by a rank: {what}", "bytes", estimate.wire.get(what, 0.0), measured, why)
+        yield Compared(f"sent by a rank: {NAMES[what]}", "bytes", estimate.wire.get(what, 0.0), measured, why)
     tokens = median(each.tokens for each in records.steps)
     yield Compared("tokens or samples a second", "1/s", tokens / estimate.seconds, tokens / seconds)
     if settled.total is not None:
@@ -168,7 +168,7 @@ def _parts(estimate: Estimate, sampled: Sequence[TermsRecord]) -> Iterator[Compa
         ("compute", compute, ("forward", "backward")),
         ("compute: forward", estimate.forward, ("forward",)),
         ("compute: backward", compute - estimate.forward, ("backward",)),
-        *((SAID.get(what, what), predicted.get(what, 0.0), (what,)) for what in PARTS),
+        *((SAID[what], predicted.get(what, 0.0), (what,)) for what in PARTS),
     ]
     for what, each, own in rows:
         measured = math.fsum(spent_on(sampled, part) for part in own) if sampled else None

@@ -11,7 +11,7 @@ from shoal.errors import UserError
 from shoal.planner.cluster import Host, Link
 from shoal.planner.profile import Cut, Profile, deepened
 from shoal.planner.search import Search
-from shoal.planner.task import TERMS, Estimate, Found, Task
+from shoal.planner.task import NAMES, TERMS, Estimate, Found, Task
 
 GB = 10**9
 MOST = 1 << 12
@@ -61,17 +61,17 @@ def binding(task: Task, chosen: Estimate) -> str:
     share = chosen.bytes / task.most
     shown = {what: seconds for what, seconds in chosen.terms.items() if seconds}
     term = max(shown, key=lambda what: shown[what])
-    said = f"{term} is {shown[term] / chosen.seconds:.0%} of a step"
-    return f"memory ({share:.0%} of what a rank may use is taken); {said}" if share > 0.9 else said
+    said = f"{NAMES[term]}, {shown[term] / chosen.seconds:.0%} of a step"
+    return f"memory ({share:.0%} of what a rank may use is taken), then {said}" if share > 0.9 else said
 
 
 def why_not(chosen: Estimate, other: Estimate) -> str:
     """Where `other` loses its time."""
     more = {what: other.terms.get(what, 0.0) - chosen.terms.get(what, 0.0) for what in TERMS}
     worst = sorted(more, key=lambda what: -more[what])[:2]
-    parts = [f"{what} +{more[what]:.3g} s" for what in worst if more[what] > 0]
+    parts = [f"{NAMES[what]} +{more[what]:.3g} s" for what in worst if more[what] > 0]
     gained = min(more, key=lambda what: more[what])
-    saved = f", {gained} {more[gained]:.3g} s" if more[gained] < -1e-3 * chosen.seconds else ""
+    saved = f", {NAMES[gained]} {more[gained]:.3g} s" if more[gained] < -1e-3 * chosen.seconds else ""
     slower = other.seconds / chosen.seconds - 1
     sure = "; compiling is to spare more" if other.choice.compile and slower < 0 and not chosen.choice.compile else ""
     return f"{slower:+.1%}: {', '.join(parts) or 'no term is larger'}{saved}{sure}"

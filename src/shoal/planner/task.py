@@ -31,6 +31,20 @@ TERMS = (
 )
 """What the seconds of a step are made of: products and all else that a device computes; communication that is not
 hidden, by what its ranks divide; waiting in a pipeline; moves between tiers; the update; reading data; the rest."""
+NAMES = {
+    "compute": "compute",
+    "parts": "tensor-parallel communication",
+    "tokens": "context-parallel communication",
+    "experts": "expert-parallel communication",
+    "copies": "data-parallel communication",
+    "stages": "pipeline communication",
+    "bubble": "pipeline bubble",
+    "offload": "offload",
+    "optimizer": "optimizer",
+    "data": "data loading",
+    "other": "other",
+}
+"""The terms for a reader, wherever they are shown; JSON has the short ones as keys."""
 ROLES = ("weights", "gradients", "masters", "optimizer state", "weights in use", "activations", "temporaries")
 
 
