@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_what_is_printed_trains_as_it_is(pins, corpus, tmp_path, capsys):
     given = Options(str(machine), pins, None, "2MB" if "dp=2" in pins else "1.6MB")
     chosen, printed = as_printed(job, given, capsys)
     assert chosen.recompute["name"] == "blocks" and "all computed again" in printed
+    assert re.search(r"[+-]\d+\.\d%: ", printed), "why not the others, also in 80 columns"
     assert chosen.shares == ((3, 1) if "dp=2" in pins else ())
     answer_for(job, [], Options(str(machine), device=given.device), True, None)
     told = json.loads(capsys.readouterr().out)

@@ -176,7 +176,7 @@ def other_table(chosen: Chosen) -> Table:
     """Makes a table of the next best plans, and of those that a dry run refused."""
     table = Table(title="instead", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "plan", "microbatch", "s", "why not"):
-        table.add_column(heading, no_wrap=heading != "why not")
+        table.add_column(heading, no_wrap=heading not in ("plan", "why not"))
     for place, each in enumerate(chosen.others[:5], 1):
         plan = _other(chosen, each)
         why = why_not(chosen.estimate, each)
