@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shoal.module.build import build_blank, without_values
 from shoal.module.compiling import blocks
@@ -16,18 +15,7 @@ from shoal.module.recompute import without_caches
 from shoal.plan import Plan
 from shoal.planner.dry_run import run
 from shoal.planner.prepare import Subject, in_one_line, prepared
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A tensor that a block is called with."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    wants_grad: bool
-
-    def made(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.wants_grad)
+from shoal.planner.shapes import Shape, shapes_of, tensors_of
 
 
 def why_not_compiled(subject: Subject) -> str:
@@ -64,14 +52,16 @@ def _calls(subject: Subject) -> list[list[tuple[Any, Any]]]:
 
 
 def _note(calls: list[tuple[Any, Any]], module: nn.Module, args: Any, kwargs: Any) -> None:
-    calls.append(
-        tree_map_only(Tensor, lambda each: _Given(tuple(each.shape), each.dtype, each.requires_grad), (args, kwargs))
-    )
+    calls.append(shapes_of((args, kwargs)))
+
+
+def _blank(shape: Shape) -> Tensor:
+    return torch.empty(shape.size, dtype=shape.dtype, device="meta", requires_grad=shape.wants_grad)
 
 
 def _traced(block: nn.Module, args: Any, kwargs: Any) -> str:
     """Why a block is not one graph; "" if it is."""
-    args, kwargs = tree_map_only(_Given, _Given.made, (args, kwargs))
+    args, kwargs = tensors_of((args, kwargs), _blank)
     try:
         torch.compile(block.forward, backend="eager", fullgraph=True)(*args, **kwargs)
     except Exception as error:  # the compiler's, or of somebody else's code; it has many lines

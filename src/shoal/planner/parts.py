@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from shoal.chunks import Gather
@@ -35,6 +35,7 @@ from shoal.planner.dry_run import run
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
 from shoal.planner.recording import Recording
+from shoal.planner.shapes import Shape, shapes_of, tensors_of
 
 ROUNDS = 5
 WAYS = ("counted", "measured")
@@ -168,7 +169,7 @@ class _Seen:
             return
         self._note()
         self._at = place
-        self.calls[place].append(_Call(_shapes(args), _shapes(kwargs)))
+        self.calls[place].append(_Call(shapes_of(args), shapes_of(kwargs)))
 
     def _note(self) -> None:
         """What has come since the last time belongs to the part that ran."""
@@ -179,25 +180,16 @@ class _Seen:
         self._counted = total
 
 
-@dataclass(frozen=True)
-class _Shape:
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    wants_grad: bool
-
-
-def _shapes(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda leaf: _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad), values)
-
-
 def _made(values: Any, device: torch.device) -> Any:
-    def tensor(shape: _Shape) -> Tensor:
+    """Returns tensors of small random numbers, or of ones, in the place of shapes."""
+
+    def tensor(shape: Shape) -> Tensor:
         if not shape.dtype.is_floating_point:
             return torch.ones(shape.size, dtype=shape.dtype, device=device)
         value = (torch.randn(shape.size, device=device) * 0.1).to(shape.dtype).requires_grad_(shape.wants_grad)
         return value.clone()  # no leaf: a part may write to it
 
-    return tree_map_only(_Shape, tensor, values)
+    return tensors_of(values, tensor)
 
 
 def _resting(ready: Prepared, unit: Unit, subject: Subject, optimizer: OptimizerFactory) -> int:
