@@ -13,7 +13,7 @@ _SECONDS_A_FAULT = 6.0
 _MARGIN = 5.0
 """Seconds of training after a fault was due. Then steps wait for it (see jobs/drill.py)."""
 _SHARE = 1 / 4
-"""Of the steps that are left then, those that wait for nothing at most."""
+"""The share of the steps left then that wait for nothing, at most."""
 _LASTING = 1.5
 """So many times as long as a fault lasts the steps that are left are to take."""
 

@@ -37,7 +37,7 @@ class Silent(NoSharedMemory):
 
 
 class OfOneHost(Silent):
-    """As if all ranks were on one host: they share memory."""
+    """A silent transport whose ranks are all on one host: they share memory."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return torch.zeros(numel, dtype=dtype) if self.size > 1 else None
@@ -46,7 +46,7 @@ class OfOneHost(Silent):
 
 
 class OfManyHosts(Silent):
-    """As if each rank was on a host of its own: a sum takes the memory that it takes through sockets."""
+    """A silent transport whose ranks are on a host each: a sum takes the memory that it takes through sockets."""
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         if self.size > 1:

@@ -11,8 +11,8 @@ LEASE = 4 * BEAT
 SILENCE = LEASE + BEAT
 """Seconds without a word after which a member is gone: its ranks have ended by then."""
 RELAY_BEAT, RELAY_LEASE = BEAT / 4, 2.5 * BEAT
-"""The same for one that has members below it, since what it knows grows old on the way down; seconds after the last
-answered beat at which a member below a relay looks for another way to the coordinator."""
+"""Seconds between two beats of a member that has others below it, since what it knows grows old on the way down;
+seconds after the last answered beat at which a member below a relay looks for another way to the coordinator."""
 
 
 async def refuses(host: str, port: int) -> bool:

@@ -28,7 +28,7 @@ STALE = 3.0
 
 @dataclass(frozen=True)
 class Pace:
-    """Of the rank `rank`, which computes `part` of the model: seconds a sample `now`, and the `best` that it had."""
+    """The speed of `rank`, which computes `part` of the model: seconds a sample `now`, and the `best` that it had."""
 
     rank: int
     part: int

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 BITS = 24
 """Binary digits after the point."""
 LARGEST = 2.0**36
-"""Of one client's numbers: so many clients as there may be cannot overflow their sum."""
+"""The largest absolute value of a client's number: the sum over as many clients as there may be does not overflow."""
 
 Words = NDArray[np.uint64]
 

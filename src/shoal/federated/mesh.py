@@ -95,7 +95,7 @@ class MeshClient:
 
     @property
     def counts(self) -> Numbers:
-        """The same, as an array of this one client."""
+        """The number of samples, as an array with this one client."""
         return self._own.train.counts
 
     @property

@@ -39,7 +39,7 @@ STRATEGIES = {
 (https://arxiv.org/abs/2003.00295), FedProx (https://arxiv.org/abs/1812.06127)."""
 
 OF_FLOWER = ("fedadagrad", "fedyogi", "fedmedian", "fedtrimmedavg", "krum", "multikrum", "bulyan", "qfedavg")
-"""Those of a job file that Flower alone has (federated/flower/strategies)."""
+"""Strategies of a job file that only Flower has (federated/flower/strategies)."""
 
 
 def strategy_named(option: str | Mapping[str, Any]) -> Strategy:

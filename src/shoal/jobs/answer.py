@@ -62,18 +62,18 @@ class Chosen:
 
     @property
     def hours(self) -> float:
-        """Of the whole job."""
+        """Hours that the whole job takes."""
         return self.steps * self.estimate.seconds / 3600
 
     @property
     def price(self) -> float | None:
-        """Of the whole job, None where the cluster has no prices."""
+        """Price of the whole job, in the cluster's currency; None where the cluster has no prices."""
         each = self.task.cluster.price
         return self.hours * each if each else None
 
     @property
     def bytes(self) -> int:
-        """Of the fullest rank's device, by dry run."""
+        """Bytes that the fullest rank takes of its device, by dry run."""
         return max(each.need.total("device") for each in self.predictions)
 
 

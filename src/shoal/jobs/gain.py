@@ -30,7 +30,7 @@ from shoal.report import units
 SMALL = 1 / 4
 """Share of a rank's memory that a job's state may take to be planned without a search."""
 SHARE = 0.1
-"""Of a step: what is predicted to be gained by less than that is left, as predictions are off by as much."""
+"""What another plan has to spare, over the time of the products: predictions are off by as much."""
 WORTH = 10.0
 """Seconds that a whole job must be able to gain. A search takes about one, where the model was not traced before."""
 FINEST = 1e-3

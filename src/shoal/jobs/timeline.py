@@ -24,8 +24,8 @@ Kept = tuple[list[Span], list[MemoryTrace]]
 
 FIRST, COUNT = 2, 3  # the first steps pay for warm-up
 EVERY = 200
-"""Of so many steps one is sampled for what it was spent on, beside those that are recorded: its calls of groups are
-timed, and what came of it is gathered once, which takes less than a step of a small model does."""
+"""Steps between two that are sampled for what they were spent on, beside those that are recorded: the calls of groups
+are timed, and what came of it is gathered once, which takes less than a step of a small model does."""
 
 
 class Recording:

@@ -53,7 +53,7 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
 }
 """The operations that `selective` can save, by name."""
 SAVE = ("matmul", "attention")
-"""Those that it saves by itself."""
+"""The operations that `selective` saves where none are named."""
 
 Contexts = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
 """That of a first forward, and a maker of that of each forward which repeats it."""

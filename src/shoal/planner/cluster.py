@@ -190,7 +190,7 @@ class Cluster:
 
     @property
     def price(self) -> float:
-        """Of an hour of all hosts."""
+        """Price of an hour of all hosts."""
         return sum(host.price for host in self.hosts)
 
     def money(self, amount: float) -> str:
@@ -199,7 +199,7 @@ class Cluster:
 
     @property
     def watts(self) -> float:
-        """Of all devices."""
+        """Watts of all devices together."""
         return sum(host.watts * host.count for host in self.hosts)
 
     def link(self, stride: int, ranks: int, operation: str = "all_gather") -> Link:

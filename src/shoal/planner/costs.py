@@ -22,11 +22,11 @@ from shoal.planner.profile import Message, PartProfile
 from shoal.planner.task import Task
 
 ATTENTION_BACKWARD = 2.5
-"""Of the operations of forward: the scores are computed again."""
+"""Operations of attention's backward over those of its forward: the scores are computed again."""
 ATTENTION_REACHES = 0.75
-"""Of what products reach."""
+"""The share of the products' rate that attention reaches."""
 CALLED, COMPILING = 20, 30.0
-"""Of a compiled block: launches that a call takes beside its kernels, for guards and torch around it; seconds until one
+"""Launches that a call of a compiled block takes beside its kernels, for guards and torch around it; seconds until one
 of a kind is compiled, there and back. Assumed."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
@@ -51,9 +51,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of experts), and
-    bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most that one piece
-    saves without recompute; `in_use`: elements of the largest piece."""
+    """The sizes of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of
+    experts), and bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most
+    that one piece saves without recompute; `in_use`: elements of the largest piece."""
 
     weights: float
     trained: float

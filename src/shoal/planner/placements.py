@@ -61,7 +61,7 @@ class Rates:
 
     @cached_property
     def at_the_end(self) -> Rates:
-        """The same for what is sent with much else."""
+        """The rates of what is sent together with much else: without latency."""
         return replace(self, link=replace(self.link, latency=0.0))
 
     def copied(self, nbytes: float) -> float:

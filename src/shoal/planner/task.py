@@ -210,12 +210,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return math.fsum(self.terms.values())
 
     @property
     def bytes(self) -> float:
-        """Of the device of the fullest rank."""
+        """Bytes that the fullest rank takes of its device."""
         return math.fsum(self.memory.values())
 
 

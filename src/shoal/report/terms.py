@@ -24,7 +24,7 @@ WAITING = "bubble"
 AGREED = {"ballot", "norm", "counts", "stop?", "which weights", "buffers", "object", "result", "kinds", "trial"}
 """Purposes of calls in which ranks agree on a step: a part of "other"."""
 CAUSES = {"update": "optimizer", "disk": "offload", "weights": "offload", "exchange": "offload", "pipeline": WAITING}
-"""Of waits for lanes that do not communicate meanwhile: they copy, or the optimizer works."""
+"""The terms of waits for a lane that does not communicate meanwhile, by purpose: it copies, or the optimizer works."""
 BACKWARD = ("B", "I", "W")
 """Actions of a schedule that are backwards, or halves of one."""
 MOST = 64

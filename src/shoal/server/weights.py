@@ -65,7 +65,7 @@ class Weights:
         self._codec, self._pushed = self.layout.codec, self.layout.pushed()
         self._free: list[list[Tensor]] = []
         self.norm: float | None = None
-        """Of the mean gradient of the last update, before clipping; None where nothing is clipped."""
+        """The norm of the mean gradient of the last update, before clipping; None where nothing is clipped."""
         self.rate = 0.0
         """The learning rate of the last update."""
 

@@ -20,7 +20,7 @@ from shoal.device import CPU
 from shoal.errors import LaunchError
 
 PURPOSE = "buddy"
-"""As the ledger books what goes to a buddy."""
+"""The purpose under which the ledger books what goes to a buddy."""
 
 
 def buddies(hosts: Sequence[str]) -> list[int]:

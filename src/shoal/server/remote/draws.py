@@ -27,7 +27,7 @@ _DRAWING = (
 """Functions of torch that may draw, by name."""
 _NAMES = frozenset(_DRAWING.split())
 _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-"""Those of which only a dropout draws, and where in their arguments it stands."""
+"""Functions of which only the dropout draws, with its place among their arguments."""
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 

@@ -12,7 +12,7 @@ from shoal.errors import UserError
 from shoal.server.remote.contexts import Below, Context, Passing
 
 MOST_CONTEXTS = 4096
-"""Of a module at once."""
+"""Contexts in which a module may have gradients at once."""
 
 Named = dict[str, Tensor]
 

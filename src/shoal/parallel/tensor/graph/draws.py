@@ -10,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from shoal.parallel.tensor.graph.trace import Call, Op, Trace
 
 Order = list[Tensor | None]
-"""Of the dropouts in a call, one after the other: the tensor, if it is cut."""
+"""For each dropout of a call, in order: its tensor where that is cut, else None."""
 
 
 def draws_of(trace: Trace, is_cut: Callable[[Tensor], bool]) -> tuple[dict[str, list[Order]], set[str]]:

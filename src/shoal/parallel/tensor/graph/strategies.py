@@ -23,7 +23,7 @@ from shoal.parallel.tensor.graph.views import VIEWS
 _LINEAR = frozenset(["add", "add_", "sub", "sub_", "__iadd__", "to", "float", "neg", "type_as"])
 """Operations besides views that give the sum of what they give of summands, where all inputs are summands."""
 _SCALED = frozenset(["mul", "mul_", "div", "div_"])
-"""The same, where the other factor is a number."""
+"""Operations that pass summands on where the other factor is a number."""
 
 
 @dataclass(frozen=True)
