@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -15,7 +17,7 @@ from shoal.jobs.automatic import pinned
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.train import train
-from shoal.jobs.trials import FILE, Candidate, Trials, read, write
+from shoal.jobs.trials import FILE, Candidate, Trials, key_of, read, write
 from shoal.jobs.trying import STEPS
 from shoal.plan import Plan
 from tests.jobs.conftest import in_cache, losses_of, records_of
@@ -88,6 +90,29 @@ def test_a_plan_under_which_the_run_ends_twice_is_passed_over(tmp_path):
     assert read(tmp_path) == found
     (tmp_path / FILE).write_text("{")
     assert read(tmp_path) is None and read(Path("nowhere")) is None
+
+
+@pytest.mark.fast
+def test_trials_hold_for_the_same_question():
+    def key(
+        plan: dict[str, object], ranks: int = 2, pins: Mapping[str, object] = MappingProxyType({}), **train: object
+    ) -> str:
+        content = {"model": {"name": "gpt"}, "train": {"steps": 1, **train}, "plan": {"name": "auto", **plan}}
+        return key_of(*parse_job(content), pins, ranks)
+
+    first = key({"measure": 3})
+    assert first == key({"measure": 3}, steps=9), "how long it trains changes nothing"
+    others = [
+        key({"measure": 3, "allow": ["bf16"]}),
+        key({"measure": 3, "allow": ["bytegrad"]}),
+        key({"measure": 3, "allow": ["bf16", "bytegrad"]}),
+        key({"measure": 2}),
+        key({"measure": 3}, ranks=4),
+        key({"measure": 3}, pins={"tp": 2}),
+        key({"measure": 3}, microbatch=2),
+        key({"measure": 3}, lr=0.5),
+    ]
+    assert len({first, *others}) == 9
 
 
 @pytest.mark.fast
