@@ -241,8 +241,21 @@ def device_of(model: nn.Module, mb: dict[str, Tensor]) -> Any:
     return squares(model, {key: value.to(like.device, like.dtype) for key, value in mb.items()})
 
 
-def by_loss(world: World, loss: Any, plan: dict[str, Any]) -> Any:
-    engine = Engine(Skips, loss, SGD, Plan(**plan), world=world, precision="fp64", global_batch=4, microbatch=2)
+def by_attribute(model: Any, mb: dict[str, Tensor]) -> Any:
+    total, count = squares(model, mb)
+    return total + model.first.weight.square().sum(), count
+
+
+class Read(Skips):
+    """Its weights are there when it is built, as one of them is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        float(next(self.parameters()).sum())
+
+
+def by_loss(world: World, loss: Any, plan: dict[str, Any], model: Any = Skips) -> Any:
+    engine = Engine(model, loss, SGD, Plan(**plan), world=world, precision="fp64", global_batch=4, microbatch=2)
     try:
         return engine.step(next(iter(engine.batches(rows())))).loss
     except UserError as error:
@@ -256,6 +269,12 @@ def test_a_loss_reads_devices_of_parameters_on_any_stage_and_computes_with_none(
     assert run_ranks(by_loss, 2, device_of, {"pp": 2}) == pytest.approx([one] * 2, rel=1e-12)
     found = run_ranks(by_loss, 2, decayed, {"pp": 2})
     assert found[0] == found[1] and "computes with the parameter first.weight" in found[0]
+
+
+@pytest.mark.parametrize("model", [Skips, Read])
+def test_a_loss_computes_with_no_weight_that_another_stage_has(model):
+    found = run_ranks(by_loss, 2, by_attribute, {"pp": 2}, model)
+    assert all("computes with the parameter first.weight" in each for each in found)
 
 
 class Frozen(Skips):

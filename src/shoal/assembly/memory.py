@@ -23,6 +23,7 @@ from shoal.errors import UserError
 from shoal.exchange import Algorithm
 from shoal.exchange.apart import with_variants
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
+from shoal.module.stand_in import forget_parts
 from shoal.optim.groups import needs_whole_parameters, small_optimizer
 from shoal.optim.tiers.pager import Pager
 from shoal.precision import Precision
@@ -105,6 +106,9 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     if pager is not None:
         undo.callback(pager.close)
     parameters = adopt(local.module, chunks, local.built.value, precision, device, fill)
+    forget_parts(local.module)  # here and below, else weights would be kept beside those that are trained
+    for built in (local.built, local.whole.built):
+        built.forget()
     gather = storage.gather(local.module, chunks)
     if gather is not None and local.recompute is not None:
         local.recompute.again.append(gather.again)

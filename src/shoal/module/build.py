@@ -41,7 +41,7 @@ HIDDEN = "it keeps modules that are not registered"
 """Why a model cannot be made on fake tensors."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Built:
     """A module and its initial values.
 
@@ -55,6 +55,14 @@ class Built:
     value: Callable[[str, Tensor], Tensor]
     how: str
     given: Sequence[Tensor] = ()
+
+    def forget(self) -> None:
+        """Lets go of the initial values, which nobody asks for any more."""
+        self.value, self.given = _forgotten, ()
+
+
+def _forgotten(name: str, tensor: Tensor) -> Tensor:
+    raise LookupError(f"the initial value of {name} is asked for after the model was laid out")
 
 
 def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:

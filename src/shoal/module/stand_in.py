@@ -63,6 +63,20 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit("", module)
 
 
+def forget_parts(module: nn.Module) -> None:
+    """Lets go of the weights of the parts that other stages have: shape and dtype alone are kept."""
+    known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for stand_in in module.modules():
+        for part in stand_in.__dict__["_part"].modules() if isinstance(stand_in, StandIn) else ():
+            for name, weight in part._parameters.items():
+                if weight is None or weight.is_meta:
+                    continue
+                if id(weight) not in known:
+                    empty = torch.empty_like(weight, device="meta")
+                    known[id(weight)] = weight, nn.Parameter(empty, requires_grad=weight.requires_grad)
+                part._parameters[name] = known[id(weight)][1]
+
+
 def _outside(name: str, *_: Any, **__: Any) -> None:
     raise UserError(
         f"{name} is called from outside of its part, which another stage has: call it in the forward of the module "
