@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,29 @@ def test_dropouts_of_what_is_cut_drop_what_one_process_drops():
         assert losses == pytest.approx(alone, rel=1e-9)
         rows = [" ".join(line.split()) for line in layers.splitlines()]
         assert "body.self_attn multihead 24 x 8 12 x 8" in rows and "body.linear2 row 8 x 8 8 x 4" in rows
+
+
+class Mixing(nn.Module):
+    """The result of a dropout layer, which every rank has, weighs what is cut: its gradient is that of a part."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.words, self.mix, self.drop = nn.Embedding(31, 8), nn.Linear(8, 8), nn.Dropout(p)
+        self.value, self.out, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        weights = self.drop((self.mix(h) @ h.transpose(1, 2)).softmax(-1))
+        return self.head(self.out(weights @ self.value(h)) + h)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_dropout_layer_between_whole_and_cut_passes_the_whole_gradient(p):
+    factory = partial(Mixing, p)
+    alone = simulate_world(1, trained, {}, None, factory)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, factory):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "value column" in " ".join(layers.split())
 
 
 class Shared(nn.Module):

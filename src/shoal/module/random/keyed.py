@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -200,11 +200,11 @@ class Randomness:
                     'nn.Dropout, or set dropout = "fused" (depends on the plan)'
                 )
             if isinstance(module, nn.Dropout) and not isinstance(module, KeyedDropout):
-                layer = KeyedDropout(module.p, name, self)
-                layer.train(module.training)
-                self._layers.append(layer)
-                owner, _, attribute = name.rpartition(".")
-                setattr(root.get_submodule(owner), attribute, layer)
+                of: Any = type(module)
+                module.__class__ = _keyed(of)
+                assert isinstance(module, KeyedDropout)
+                module.key_by(name, self)
+                self._layers.append(module)
             elif id(module) not in inside and (
                 not type(module).__module__.startswith("torch.nn.modules.") or list(module.children())
             ):
@@ -225,8 +225,8 @@ class KeyedDropout(nn.Dropout):
     """A dropout layer that uses `Randomness.drop`, keyed by the layer's name and the index of its call in the
     microbatch."""
 
-    def __init__(self, p: float, name: str, randomness: Randomness) -> None:
-        super().__init__(p)
+    def key_by(self, name: str, randomness: Randomness) -> None:
+        """Sets the layer's name, and where draws come from."""
         self.calls = self.forward_calls = 0
         self._name, self._randomness = name, randomness
         self._keys = [torch.tensor(name_key(f"{name}#0"), device=randomness.device)]
@@ -242,3 +242,10 @@ class KeyedDropout(nn.Dropout):
             self._keys.append(torch.tensor(name_key(f"{self._name}#{len(self._keys)}"), device=self._randomness.device))
         key = self._keys[call]
         return self._randomness.drop(input, self.p, key)
+
+
+@cache
+def _keyed(of: Any) -> Any:
+    """The class of a dropout layer of class `of`, which may do more: a layer that is cut brings its input, or its
+    result, into the region."""
+    return KeyedDropout if of is nn.Dropout else type(f"Keyed{of.__name__}", (of, KeyedDropout), {})
