@@ -297,3 +297,32 @@ def test_dims_that_do_not_match_are_blocked():
     reshape([other], [3, 4])
     unify(one, other, "add")
     assert all(atom.blocked for atom in leaves(one))
+
+
+def test_dims_that_are_not_of_one_size_are_blocked():
+    one, other = new(12), new(4)
+    unify(one, other, "as_strided")
+    assert all(atom.blocked == "as_strided" for atom in leaves([*one, *other]))
+
+
+class Fixed(nn.Module):
+    """No input that is tried fits the whole of it; what is tied lies in one of its parts and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(31, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 31)
+        self.head.weight = self.body[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert ids.shape[1] == 9
+        return self.head(self.body(ids))
+
+
+def test_what_is_tied_beside_a_part_that_is_looked_at_alone_stays_whole():
+    alone = simulate_world(1, trained, {}, None, Fixed)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Fixed):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        assert "body.* column 16 x 8 8 x 8" in rows and "head whole 31 x 8 31 x 8" in rows
+        assert "body.* whole 31 x 8 31 x 8" in rows

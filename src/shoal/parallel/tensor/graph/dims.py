@@ -82,8 +82,12 @@ def block(dim: Sequence[Atom], why: str) -> None:
 
 
 def unify(a: Sequence[Atom], b: Sequence[Atom], why: str) -> None:
-    """Makes two dims of one size the same; blocks both if they are cut into atoms that do not match."""
+    """Makes two dims the same; blocks both if they are cut into atoms that do not match, or are not of one size: an
+    operation that its kind does not describe."""
     left, right = resolve(a), resolve(b)
+    if size(left) != size(right):
+        block([*left, *right], why)
+        return
     while left and right:
         x, y = left.pop(), right.pop()
         if x is y:

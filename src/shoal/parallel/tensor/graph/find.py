@@ -40,8 +40,18 @@ def found_in(
     wanted: how a layer is to be cut, if that can be, before all others: "column", "row" or "vocabulary"
     """
     mode = fake_mode(module)
-    found = [_cut_of(trace, mode, ranks, stays_whole, region, wanted) for trace in traces_of("", module, mode)]
+    found = [
+        _cut_of(trace, mode, ranks, stays_whole, region, wanted, _used_outside(trace.calls[0].module, module))
+        for trace in traces_of("", module, mode)
+    ]
     return _together(found)
+
+
+def _used_outside(part: nn.Module, module: nn.Module) -> set[int]:
+    """Ids of the parameters of `part` that other modules of `module` have too, of which its trace does not know."""
+    inside = {id(each) for each in part.modules()}
+    others = (each for each in module.modules() if id(each) not in inside)
+    return {id(parameter) for each in others for parameter in each.parameters(recurse=False)}
 
 
 def traces_of(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trace]:
@@ -63,11 +73,12 @@ def _cut_of(
     stays_whole: Callable[[str], bool],
     region: Region | None,
     wanted: Callable[[str], str | None],
+    outside: set[int],
 ) -> Found:
     root = trace.calls[0]
     parameters = list(root.module.parameters())
     flow = followed(trace, parameters, root.name == "")
-    whole = {
+    whole = outside | {
         id(each)
         for name, owner in root.module.named_modules()
         if stays_whole(f"{root.name}.{name}".strip("."))
