@@ -167,12 +167,17 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _is_part(part: nn.Module, repeated: Collection[int]) -> bool:
     """True if a module outside of the `repeated` blocks has state of its own.
 
-    With modules in it that is a parameter, if it lies around no block; without, a parameter or a persistent buffer.
+    With state in the modules in it (a norm with its activation has none there) that is a parameter, if it lies around
+    no block; without, a parameter or a persistent buffer.
     """
-    inside = [id(each) for each in part.modules()][1:]
-    if inside:
+    inside = list(part.modules())[1:]
+    if any(map(_has_state, inside)):
         loose = any(True for _ in part.parameters(recurse=False))
-        return loose and bool(repeated) and not any(each in repeated for each in inside)
+        return loose and bool(repeated) and not any(id(each) in repeated for each in inside)
+    return _has_state(part)
+
+
+def _has_state(part: nn.Module) -> bool:
     persistent = part._buffers.keys() - part._non_persistent_buffers_set
     return any(True for _ in part.parameters(recurse=False)) or bool(persistent)
 

@@ -1,0 +1,63 @@
+"""Which modules are the parts of which stages consist."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from shoal.comm.simulation import simulate_world
+from shoal.pipeline import units_of
+
+
+class NormAct(nn.BatchNorm1d):
+    """A norm with modules in it that have no state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.one = nn.Linear(4, 8), NormAct(8)
+        self.more, self.two = nn.Linear(8, 8), NormAct(8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.two(self.more(self.one(self.up(x)))))
+
+
+def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
+
+
+def statistics(world: Any, plan: dict[str, Any]) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(4, generator=draw), "y": torch.randn(4, generator=draw)} for _ in range(8)]
+    engine = Engine(Layers, squares, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=8, microbatch=4,
+                    world=world)  # fmt: skip
+    for batch in engine.batches(rows, steps=1):
+        engine.step(batch)
+    found = {name: each.clone() for name, each in engine.module.named_buffers()}
+    engine.close()
+    return found
+
+
+def test_a_module_with_stateless_modules_in_it_is_a_part() -> None:
+    assert [unit.name for unit in units_of(Layers())] == ["up", "one", "more", "two", "down"]
+
+
+def test_a_norm_with_its_activation_keeps_its_statistics_in_its_stage() -> None:
+    one = simulate_world(1, statistics, {})[0]
+    for own in simulate_world(2, statistics, {"pp": 2}):
+        for name, value in own.items():
+            torch.testing.assert_close(value, one[name])
