@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.planner.made_up import patched
+from shoal.planner.made_up import Values, patched
 
 
 class Inherited:
@@ -26,3 +28,11 @@ def test_the_last_who_leaves_gives_back_what_was_there(name, was):
     assert getattr(Owner, name) == "for a while"
     second.__exit__(None, None, None)
     assert getattr(Owner, name) is was and ("both" in vars(Owner)) is False
+
+
+@pytest.mark.fast
+def test_all_of_a_mask_is_true_however_that_is_asked():
+    with FakeTensorMode(), Values():
+        mask = torch.ones(3, 5, dtype=torch.bool)
+        assert mask.all() and mask.sum() == mask.numel() and int(mask.sum()) == 15
+        assert mask.sum() != 14

@@ -44,6 +44,8 @@ CUTS = {"mesh": test_mesh.PLANS, "experts": test_experts.PLANS, "stages": test_s
 """Plans that cut the model."""
 BY_ROUTES = ("moe", "moe-capacity", "moe-top1", "moe-deep", "mixtral")
 """Cases whose tokens go to experts by their values."""
+REFUSES = ("mixtral", "experts", "tp4")
+"""A case and plan that asks which experts have tokens, and cannot be rehearsed."""
 CUT_ALWAYS = [
     ("gpt-rotary-dropout", "mesh", "dp2-tp2", "fp32", 3),
     ("mlp-dropout", "stages", "pp2-zb1p", "bf16", 3),
@@ -147,6 +149,10 @@ def test_a_step_is_as_it_was_rehearsed(case, size, precision, accumulation, plan
 
 @pytest.mark.parametrize(("case", "table", "plan", "precision", "accumulation"), thinned(CUT_ROWS, CUT_ALWAYS))
 def test_a_step_of_a_cut_model_is_as_it_was_rehearsed(case, table, plan, precision, accumulation):
+    if (case, table, plan) == REFUSES:
+        with pytest.raises(UserError, match="cannot be run without computing it"):
+            list(both(case, precision, accumulation, CUTS[table][plan], plan))
+        return
     for found, step in both(case, precision, accumulation, CUTS[table][plan], plan, **rules_of(plan)):
         if case in BY_ROUTES:
             assert of_routes(found) == of_routes(step)

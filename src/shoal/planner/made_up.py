@@ -18,6 +18,7 @@ from shoal.planner.workspace import called, with_workspace
 
 LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 FOLLOWED = (torch.ops.aten.select, torch.ops.aten.unbind, torch.ops.aten.view, torch.ops.aten._to_copy)
+COMPARED = (torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar)
 ROWS = (torch.ops.aten.clone.default, torch.ops.aten._coalesce.default)
 """Operations on gradients that come as rows, which fake tensors lose."""
 FLAGS = 4096
@@ -45,6 +46,9 @@ class Values(TorchDispatchMode):
         out = with_workspace(func, args, called(func, args, kwargs or {}))
         if func.overloadpacket is torch.ops.aten.all:
             self._alls[out] = None
+        elif func is torch.ops.aten.sum.default and args[0].dtype == torch.bool:
+            with _disable_current_modes():
+                self._flags[out] = torch.tensor(args[0].numel())  # all of a mask is True
         self._follow(func, args, kwargs or {}, out)
         return out
 
@@ -58,7 +62,7 @@ class Values(TorchDispatchMode):
             if func in LIFTED and not isinstance(first, FakeTensor) and not first.is_floating_point():
                 if first.numel() <= FLAGS:
                     self._flags[out] = first.clone()
-            elif known is not None and func.overloadpacket in FOLLOWED:
+            elif known is not None and (func.overloadpacket in FOLLOWED or func in COMPARED):
                 found = func(known, *args[1:], **kwargs)
                 for each, value in zip(_several(out), _several(found), strict=True):
                     self._flags[each] = value
