@@ -250,6 +250,25 @@ def test_a_dropout_layer_between_whole_and_cut_passes_the_whole_gradient(p):
         assert "value column" in " ".join(layers.split())
 
 
+class Positions(nn.Module):
+    """Looks up as many rows as it asks the embedding for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(31, 8), nn.Embedding(12, 8), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = self.places(torch.arange(self.places.num_embeddings))
+        return self.head(self.words(ids) + places[: ids.shape[1]])
+
+
+def test_an_embedding_of_which_a_rank_has_rows_says_how_many_there_are() -> None:
+    alone = simulate_world(1, trained, {}, None, Positions)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Positions):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "places vocabulary 12 x 8 6 x 8" in " ".join(layers.split())
+
+
 class Shared(nn.Module):
     """A width that no shape but the mathematics shows to be whole."""
 

@@ -106,14 +106,15 @@ class Split(Row):
 
 
 class Vocabulary(Cut):
-    """An embedding with some rows; `_start`: the id of its first row, `_whole`: the number of rows over all ranks."""
+    """An embedding with `_rows` rows; `_start`: the id of the first, `_whole`: the number of rows over all ranks, which
+    `num_embeddings` stays: models ask for it."""
 
-    num_embeddings: int
+    _rows: int
     _start: int
     _whole: int
 
     def forward(self, ids: Tensor) -> Tensor:
-        here, elsewhere = here_or_elsewhere(ids, self._start, self.num_embeddings, self._whole, "a token")
+        here, elsewhere = here_or_elsewhere(ids, self._start, self._rows, self._whole, "a token")
         rows = super().forward(here)
         return self._region.leave_first(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 

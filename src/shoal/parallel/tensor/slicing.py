@@ -143,8 +143,8 @@ class _Slicing:
         span = even(module.num_embeddings, self._region.size, self._region.rank, f"the vocabulary of {name}")
         self._own.cut(name, module, "weight", 0, [span])
         padding = module.padding_idx
-        become(module, Vocabulary, _region=self._region, _start=span.start, _whole=module.num_embeddings)
-        module.num_embeddings = span.length
+        whole = module.num_embeddings
+        become(module, Vocabulary, _region=self._region, _start=span.start, _rows=span.length, _whole=whole)
         module.padding_idx = padding - span.start if padding is not None and span.start <= padding < span.stop else None
 
     def _head(self, name: str, module: nn.Module) -> None:
