@@ -1,8 +1,10 @@
-"""What the planner does where every candidate of its first search is refused."""
+"""What the planner answers for models of users: where every candidate of its first search is refused, where values
+decide what is computed, and where a row alone has no statistics."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,10 +41,27 @@ def squares(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["inputs"]), mb["targets"], reduction="sum"), torch.tensor(mb["inputs"].numel())
 
 
-def asked(world: Any, pins: dict[str, Any]) -> Plan:
+class Decides(Twice):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if inputs.sum() > 0 else inputs  # this line
+
+
+class Normed(Twice):
+    """BatchNorm of one value in each channel, where there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm(inputs))
+
+
+def asked(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> Plan:
     sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
     adamw = partial(torch.optim.AdamW, lr=1e-3)
-    return auto_plan(Twice, squares, adamw, sample, global_batch=8, pins=pins, world=world, cluster=TWO)[0]
+    given: dict[str, Any] = {"global_batch": 8, "microbatch": microbatch, "pins": pins}
+    return auto_plan(model, squares, adamw, sample, world=world, cluster=TWO, **given)[0]
 
 
 def test_another_way_to_divide_is_found_where_the_fastest_is_refused() -> None:
@@ -53,3 +72,14 @@ def test_a_refusal_gives_each_reason_once() -> None:
     with pytest.raises(UserError, match=r"^auto_plan: no plan .*calls blocks.0.0 more than once") as refusal:
         simulate_world(2, asked, {"pp": 2})
     assert str(refusal.value).count("more than once") == 1
+
+
+def test_a_model_that_goes_by_values_is_refused_with_its_line_and_what_to_do() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, each in enumerate(lines, 1) if each.endswith("  # this line"))
+    with pytest.raises(UserError, match=rf"test_confirm.py:{line} decides by values .*: give a plan"):
+        simulate_world(2, asked, {}, Decides)
+
+
+def test_batchnorm_of_a_single_row_is_traced() -> None:
+    assert [plan.size for plan in simulate_world(2, asked, {}, Normed, 4)] == [2, 2]

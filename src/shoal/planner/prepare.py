@@ -6,18 +6,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import signature
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
 
+from shoal import errors
 from shoal.assembly.model import Local, localize, whole_model
 from shoal.assembly.ranks import ranks
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
 from shoal.errors import ShoalError, UserError
+from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import Built
 from shoal.module.known_calls import KnownCalls
 from shoal.module.random import keyed_functional
@@ -51,9 +63,36 @@ def in_one_line() -> Iterator[None]:
         yield
     except ShoalError:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UserError(
+            f"{_line_of(error)} decides by values how the model goes on, or makes a shape of them ({error}), so it is "
+            "not known beforehand what the model takes: give a plan instead of asking for one (data parallelism takes "
+            "any way through a model)"
+        ) from error
     except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"the model cannot be run without computing it ({type(error).__name__}): {reason}") from error
+
+
+def _line_of(error: BaseException) -> str:
+    """The file and line of the user's, or of a library's, that led to `error` in torch."""
+    ours = tuple(str(Path(package.__file__ or "").parent) for package in (torch, errors))
+    lines = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
+    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "the model"
+
+
+class OneRow(TorchFunctionMode):
+    """BatchNorm of a single value in each channel, which torch refuses: what it takes does not depend on that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        given = signature(F.batch_norm).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        x, _, _, weight, bias, training, momentum, eps = given.arguments.values()
+        if not training or x.numel() != x.shape[1]:
+            return func(*args, **(kwargs or {}))
+        return torch.batch_norm(x, weight, bias, None, None, training, momentum, eps, False)
 
 
 @dataclass(frozen=True)
@@ -107,6 +146,8 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))
+        if has_batch_statistics(module):
+            stack.enter_context(OneRow())
         module.train()
         yield Prepared(local, world, parameters, model.groups.options, whole, buffers, calls)
 
