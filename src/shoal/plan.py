@@ -290,11 +290,10 @@ def option_parameters(option: Option) -> dict[str, Any]:
     return {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
 
 
-def nbytes(value: Any, what: str) -> int:
-    """Reads the bytes of "12GiB", "500MB" or a plain number; UserError names `what` otherwise."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
-    if isinstance(value, bool) or not found or found[2] not in UNITS or found[1].count(".") > 1 or found[1] == ".":
-        raise UserError(
-            f'{what} = {value!r}: give bytes, or a text such as "12GiB" ({", ".join(unit for unit in UNITS if unit)})'
-        )
+def nbytes(value: Any, what: str, least: int = 0) -> int:
+    """Reads the bytes of "12GiB", "500MB" or a plain number, at least `least`; UserError names `what` otherwise."""
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(value))
+    if not found or found[2] not in UNITS or not least <= float(found[1]) * UNITS[found[2]] < 2**63:
+        said = f'give {"at least 1 byte" if least else "bytes"}, or a text such as "12GiB"'
+        raise UserError(f"{what} = {value!r:.100}: {said} ({', '.join(unit for unit in UNITS if unit)})")
     return int(float(found[1]) * UNITS[found[2]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -23,7 +24,7 @@ from shoal.errors import UserError
 from shoal.jobs.config import Job, Run
 from shoal.jobs.lock import holder_of, locked
 from shoal.jobs.plans import changed, plan_at
-from shoal.jobs.read import load_job, parse_job, plan_assignments
+from shoal.jobs.read import load_job, parse_job, plan_assignments, plan_pins
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import ANSWERED, REQUEST, ask
 from shoal.jobs.train import train
@@ -218,6 +219,30 @@ def test_only_the_plan_can_be_asked_for():
         plan_assignments(["train.lr=1"])
     with pytest.raises(UserError, match="Did you mean"):
         plan_assignments(["plan.zeros=1"])
+
+
+def test_only_what_a_plan_can_have_is_pinned():
+    assert plan_pins(["tp=8", "memory.host=1GiB", "zero=3", "zero=1"]) == {
+        "tp": 8,
+        "memory": {"host": "1GiB"},
+        "zero": 1,
+    }
+    for pin, why in (
+        ("tp", "--pin tp: write it as key=value"),
+        ("tp=", "--pin tp=: write it as"),
+        ("tp=x", "plan.tp in --pin tp=x: expected a whole number"),
+        ("tp=0", "plan.tp = 0: a degree is a whole number of at least 1"),
+        ("zero=5", "this version takes 0, 1, 2, 3"),
+        ("tpp=2", 'a plan has no key "tpp". Did you mean "tp"?'),
+        ("plan.tp=2", "Write --pin tp=2."),
+        ("microbatch=4", "Write --set train.microbatch=4."),
+        ("name=auto", 'a plan has no key "name"'),
+        ("shares=3", "expected a list of numbers, not the whole number 3"),
+        ("stages=4", "expected a list of whole numbers or a list of lists of texts or a text or a table, not"),
+        ("zero.a=1", "plan.zero in --pin zero.a=1: expected a whole number"),
+    ):
+        with pytest.raises(UserError, match=re.escape(why)):
+            plan_pins([pin])
 
 
 def test_a_step_without_a_change_reads_no_numbers(quick, make_job, alone, monkeypatch):

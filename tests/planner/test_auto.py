@@ -213,6 +213,16 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
     assert "Blocks of the stages: " + ", ".join(map(str, plan.stages)) in drawn  # type: ignore[arg-type]
     with pytest.raises(UserError, match="price"):
         answer_for(job, [], Options("2xh100", budget="10USD"), True, None)
+    for where in (tmp_path, tmp_path / "nowhere" / "plan.html"):
+        with pytest.raises(UserError, match="give a file in a directory that there is"):
+            answer_for(job, [], Options("2xh100"), True, where)
+    for limit in ("0", "0GiB", "-1GiB", "nan", "9" * 400):
+        with pytest.raises(UserError, match=r"--device = .*: give at least 1 byte"):
+            answer_for(job, [], Options("2xh100", device=limit), True, None)
+    with pytest.raises(UserError, match="--pin pp=2"):
+        answer_for(job, [], Options("2xh100", ["stages=[4,4]"]), True, None)
+    with pytest.raises(UserError, match=r'--allow: "bf61" is no exchange: give one of .* Did you mean "bf16"'):
+        answer_for(job, [], Options("2xh100", allow=["bf61"]), True, None)
 
 
 @pytest.mark.parametrize("train", ["seconds = 36000", "seconds = 36000\nsteps = 1000000000000"])

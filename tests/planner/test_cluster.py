@@ -55,7 +55,7 @@ WRONG = {
     "a share, above 0 and at most 1": ["0", "70", "nan", "true"],
     "a share from 0 to 1": ["-0.1", "1.1", "nan", "true"],
     "a whole number from 1 to": ["0", "-2", "1.5", "8.0", "inf", "true", "1000000", f"1{'0' * 400}"],
-    "bytes": ["0", "-1", "nan", "inf", "true", '"0GB"', '"much"'],
+    "byte": ["0", "-1", "nan", "inf", "true", '"0GB"', '"much"'],
 }
 HOST = '[[hosts]]\ndevice = "h100"\n'
 KEYS = {
@@ -63,7 +63,7 @@ KEYS = {
     "0 or a number above it": ["launch", "disk", "price", "watts", "inside.latency"],
     "a share, above 0 and at most 1": ["reaches", "streams"],
     "a whole number from 1 to": ["number", "count"],
-    "bytes": ["device_memory", "memory"],
+    "byte": ["device_memory", "memory"],
 }
 NUMBERS = [(f"{HOST}{{key}} = {{value}}", f"hosts.{key}", said) for said, keys in KEYS.items() for key in keys]
 NUMBERS += [

@@ -48,7 +48,9 @@ class Options(NamedTuple):
 def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: bool, page: Path | None) -> None:
     """Asks the planner and prints what it found. `page`: an HTML file to write besides. Raises UserError where nothing
     is legal or fits."""
-    limit = None if given.device is None else float(nbytes(given.device, "--device"))
+    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
+        raise UserError(f"--html {page}: give a file in a directory that there is, such as plan.html")
+    limit = None if given.device is None else float(nbytes(given.device, "--device", 1))
     budget, currency = (None, "") if given.budget is None else money(given.budget)
     chosen = ask(job, assignments, Asked(given.on, given.pins, budget, currency, limit, given.allow))
     told = explain(chosen.task, chosen.estimate, chosen.others)

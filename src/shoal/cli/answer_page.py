@@ -25,6 +25,7 @@ from shoal.cli.answer_drawing import (
     waterfall,
 )
 from shoal.cli.memory_table import spoken
+from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
 from shoal.mesh import ALONG, AXES, Mesh
 from shoal.pipeline import Costs, schedule_of, simulate
@@ -51,7 +52,7 @@ text{fill:#e5e9ee}pre{background:#1f262e}}"""
 
 
 def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
-    """Writes the page of what the planner answered."""
+    """Writes the page of what the planner answered. Raises UserError where it cannot be written."""
     estimate = chosen.estimate
     plan = spoken(chosen.plan.to_dict()) or "one rank"
     terms = [(NAMES[what], estimate.terms.get(what, 0.0)) for what in TERMS]
@@ -79,7 +80,10 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
     about = f"{units.duration(estimate.seconds)} a step; held back by {told.binding}"
     head = f"<h1>{escape(plan)}</h1><p>{escape(about)}</p>"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plan)}</title><style>{STYLE}</style>'
-    replace_text(path, f"{page}{head}{body}</html>\n")
+    try:
+        replace_text(path, f"{page}{head}{body}</html>\n")
+    except OSError as error:
+        raise UserError(f"--html {path} cannot be written: {error.strerror}. Give another file") from error
 
 
 def holding(chosen: Chosen) -> str:

@@ -33,8 +33,8 @@ def ask(job: Path, assignments: Sequence[str], device: str | None, host: str | N
     return plan_memory(
         job,
         assignments,
-        None if device is None else nbytes(device, "--device"),
-        None if host is None else nbytes(host, "--host"),
+        None if device is None else nbytes(device, "--device", 1),
+        None if host is None else nbytes(host, "--host", 1),
     )
 
 

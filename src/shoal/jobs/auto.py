@@ -12,10 +12,11 @@ from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here
-from shoal.jobs.read import allowed, load_job, plan_assignments
+from shoal.jobs.read import allowed, load_job, plan_pins
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.cluster_file import cluster_of
+from shoal.planner.degrees import check_pins
 from shoal.planner.explain import within_budget
 from shoal.planner.machines import BETWEEN, MACHINES
 
@@ -38,7 +39,8 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     """Finds the plan of the job file `path`. What its [plan] gives is pinned, as by `--pin`. Raises UserError where
     nothing is legal or fits."""
     job, origins = load_job(path, assignments)
-    pins = {**pinned(job, origins), **plan_assignments([f"plan.{each}" for each in asked.pins])}
+    pins = {**pinned(job, origins), **plan_pins(asked.pins)}
+    check_pins(pins)
     auto = replace(job.auto, allow=(*job.auto.allow, *allowed(asked.allow, "--allow")))
     settled = opened(replace(job, plan=Plan(), auto=auto), origins)
     cluster = named(asked.on, settled, ranks_here(job))

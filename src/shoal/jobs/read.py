@@ -9,10 +9,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from shoal.errors import UserError, did_you_mean, fits
+from shoal.errors import UserError, check_choice, did_you_mean, fits
 from shoal.federated.settings import Federated
 from shoal.jobs.config import SECTIONS, Auto, Job, Origins
-from shoal.plan import AUTO
+from shoal.plan import AUTO, Plan
 
 _SPOKEN = {
     int: "a whole number",
@@ -22,6 +22,7 @@ _SPOKEN = {
     list: "a list",
     dict: "a table",
 }
+_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 _TOML = {**_SPOKEN, int: "the whole number", float: "the number", str: "the text", list: "the list", dict: "the table"}
 
 
@@ -76,7 +77,7 @@ def parse_job(
         section, path, value = _assignment(assignment)
         _known(section, f"--set {assignment}", tables)
         key = path[0]
-        value = _nested(tables[section].get(key), path[1:], value, assignment)
+        value = _nested(tables[section].get(key), path[1:], value, f"--set {assignment}")
         _check(section, key, value, f"--set {assignment}")
         tables[section][key] = value
         origins[f"{section}.{key}"] = "cli"
@@ -121,10 +122,10 @@ def allowed(names: Any, what: str) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
         raise UserError(f'{what}: give names of exchanges, e.g. ["bf16", "bytegrad"]')
     if names:
-        from shoal.exchange.named import algorithm  # imports torch
+        from shoal.exchange.named import ALGORITHMS  # imports torch
 
         for name in names:
-            algorithm(name)
+            check_choice(f'{what}: "{name}" is no exchange: give one of', name, ALGORITHMS)
     return tuple(dict.fromkeys(names))
 
 
@@ -143,10 +144,36 @@ def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:
         section, path, value = _assignment(assignment)
         if section != "plan":
             raise UserError(f"--set {assignment}: while a run trains only its plan can change, e.g. --set plan.zero=3")
-        value = _nested(fields.get(path[0]), path[1:], value, assignment)
+        value = _nested(fields.get(path[0]), path[1:], value, f"--set {assignment}")
         _check(section, path[0], value, f"--set {assignment}")
         fields[path[0]] = value
     return fields
+
+
+def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of a plan that pins like "tp=8" give. Raises UserError for what no plan can have."""
+    found: dict[str, Any] = {}
+    known = [each.name for each in fields(Plan)]
+    for pin in pins:
+        name, equals, written = pin.partition("=")
+        key, *path = name.strip().split(".")
+        if not equals or not all((key, *path, written.strip())):
+            raise UserError(f"--pin {pin}: write it as key=value, such as --pin tp=8")
+        if key not in known:
+            hint = f" Write --pin {pin.strip().removeprefix('plan.')}." if key == "plan" else did_you_mean(key, known)
+            if key == "microbatch":
+                hint = f" Write --set train.{pin.strip()}."
+            raise UserError(f'--pin {pin}: a plan has no key "{key}".{hint} Keys: {", ".join(known)}')
+        value = _nested(found.get(key), path, _value(written), f"--pin {pin}")
+        _check("plan", key, value, f"--pin {pin}")
+        if key not in WITH_OTHERS:
+            Plan(**{key: value})
+        found[key] = value
+    return found
+
+
+WITH_OTHERS = ("shares", "shard", "stages")
+"""Fields of a plan that are checked when all of it is known."""
 
 
 def _assignment(text: str) -> tuple[str, list[str], Any]:
@@ -157,20 +184,25 @@ def _assignment(text: str) -> tuple[str, list[str], Any]:
         return section, ["name"], AUTO
     if not equals or not path or not all(path):
         raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
+    return section, path, _value(written)
+
+
+def _value(written: str) -> Any:
+    """Reads a value of TOML; what is none is a text."""
     try:
-        return section, path, tomllib.loads(f"value = {written}")["value"]
+        return tomllib.loads(f"value = {written}")["value"]
     except (ValueError, RecursionError):  # also for a number of thousands of digits
-        return section, path, written.strip()
+        return written.strip()
 
 
-def _nested(current: Any, path: Sequence[str], value: Any, assignment: str) -> Any:
+def _nested(current: Any, path: Sequence[str], value: Any, where: str) -> Any:
     """Returns `current` with `value` at the keys `path` inside it; `value` itself where `path` is empty."""
     if not path:
         return value
     if not isinstance(current, Mapping | None):
-        raise UserError(f"--set {assignment}: {path[0]!r} cannot be set inside {current!r}, which is not a table")
+        raise UserError(f"{where}: {path[0]!r} cannot be set inside {current!r}, which is not a table")
     inner = dict(current or {})
-    return {**inner, path[0]: _nested(inner.get(path[0]), path[1:], value, assignment)}
+    return {**inner, path[0]: _nested(inner.get(path[0]), path[1:], value, where)}
 
 
 def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
@@ -200,4 +232,6 @@ def _spoken(hint: Any) -> str:
         return " or ".join(dict.fromkeys(_spoken(member) for member in get_args(hint) if member is not NoneType))
     if get_origin(hint) is list:
         return "a list of texts" if get_args(hint)[0] is str else "a list of tables, [[...]]"
+    if get_origin(hint) is Sequence:
+        return f"a list of {_MANY.get(get_args(hint)[0], 'lists of texts')}"
     return _SPOKEN.get(hint, "a table")

@@ -45,7 +45,7 @@ NUMBERS = {
     "bandwidth": ABOVE_0, "latency": FROM_0, "launch": FROM_0, "reaches": SHARE, "streams": SHARE,
     "to_host": ABOVE_0, "disk": FROM_0, "update": ABOVE_0, "backward": ABOVE_0, "updating": ABOVE_0,
 }  # fmt: skip
-"""What each numeric key of a file may be, but those of bytes (see `_bytes`)."""
+"""What each numeric key of a file may be, but those of bytes."""
 TEXTS = {
     "name": "a name for the device",
     "source": "where the figures are from, as a text",
@@ -89,7 +89,10 @@ def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Clu
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"no such cluster file: {path} (from {Path.cwd()})") from None
+        raise UserError(
+            f"no such cluster file: {path} (from {Path.cwd()}). Give the path of one, or a machine by name, such as "
+            "8xh100"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"the cluster file {path} cannot be read: {error}") from error
     check_names(f"{path} has no key", content, ["hosts", "between", *OTHERS, "currency"], "Keys")
@@ -109,12 +112,6 @@ def _number(value: Any, key: str, what: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
         raise UserError(f"{what} = {value!r}: give {said}")
     return value
-
-
-def _bytes(value: Any, what: str) -> int:
-    if not 0 < (found := nbytes(value, what)) < LARGEST:
-        raise UserError(f'{what} = {value!r}: give bytes above 0, or a text such as "80GB"')
-    return found
 
 
 def _text(value: Any, what: str, said: str) -> str:
@@ -140,11 +137,11 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
     host = machines.get(name, BLANK)
     changed = {key: table.pop(key) for key in own if key in table}
     if "device_memory" in table:
-        changed["memory"] = _bytes(table.pop("device_memory"), f"{where}: hosts.device_memory")
+        changed["memory"] = nbytes(table.pop("device_memory"), f"{where}: hosts.device_memory", 1)
     if "inside" in table:
         table["inside"] = _link(table["inside"], f"{where}: hosts.inside", None if host is BLANK else host.inside)
     if "memory" in table:
-        table["memory"] = _bytes(table["memory"], f"{where}: hosts.memory")
+        table["memory"] = nbytes(table["memory"], f"{where}: hosts.memory", 1)
     if "reached" in changed:
         changed["reached"] = _shares(changed["reached"], f"{where}: hosts.reached")
     if "flops" in changed:
