@@ -96,7 +96,7 @@ def test_help_lists_the_commands(shoal):
         ),
         (["train", "{job}", "--nproc", "1", "--set", "model.name=llama"], 'is written name = "hf", config ='),
         (["plan", "nowhere.toml", "--memory"], "no such job file: nowhere.toml"),
-        (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give bytes"),
+        (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give at least 1 byte"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),
         (["generate", "/nowhere", "--prompt", "a"], "no such directory: /nowhere"),
