@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.comm.simulation import simulate_world
 from shoal.engine import Engine
+from shoal.models import from_config
 from shoal.module.build import build
 from shoal.parallel.tensor import cut_among, cuts_of
 from shoal.parallel.tensor.graph.dims import leaves, mask, new, pieces, reshape, resolve, stretches, unify
@@ -93,7 +94,8 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 def loss(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
-    logits = model(mb["ids"])[:, :-1]
+    result = model(mb["ids"])
+    logits = getattr(result, "logits", result)[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), mb["ids"][:, 1:].numel()
 
 
@@ -267,6 +269,21 @@ def test_an_embedding_of_which_a_rank_has_rows_says_how_many_there_are() -> None
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Positions):
         assert losses == pytest.approx(alone, rel=1e-9)
         assert "places vocabulary 12 x 8 6 x 8" in " ".join(layers.split())
+
+
+COHERE = {"model_type": "cohere", "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+
+
+def test_a_plan_of_transformers_that_names_no_norm_of_heads_gives_way_to_the_graph() -> None:
+    """Weights of the norms of queries and keys are [heads, size]: a rank needs those of its heads."""
+    factory = from_config({**COHERE, "use_qk_norm": True})
+    alone = simulate_world(1, trained, {}, None, factory)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, factory):
+        assert losses == pytest.approx(alone, rel=1e-6)  # norms are fp32 inside
+        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        assert any("self_attn.q_proj column 16 x 16 8 x 16" in row for row in rows), layers
+    assert cuts_of(build(from_config({**COHERE, "use_qk_norm": False}), 0).module, 2, None).found is None
 
 
 class Shared(nn.Module):

@@ -45,7 +45,7 @@ def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
     modules = dict(whole_model(module))
     found = []
     for name, each in modules.items():
-        why = _unlike(each)
+        why = unlike(each)
         if why is not None and name in named:
             raise UserError(f'{name} is "experts" by the rules: {why}')
         if why is None:
@@ -55,7 +55,7 @@ def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
     return found
 
 
-def _unlike(module: nn.Module) -> str | None:
+def unlike(module: nn.Module) -> str | None:
     """Returns why `module` is no module of stacked experts; None if it is one."""
     own = dict(module.named_parameters())
     number = getattr(module, "num_experts", None)

@@ -7,11 +7,12 @@ from functools import partial
 
 from torch import nn
 
+from shoal.parallel.expert.mixtures import unlike
 from shoal.parallel.tensor.graph.find import found_in
 from shoal.parallel.tensor.graph.found import Found
 from shoal.parallel.tensor.pins import Placements, check_found, cut_of, is_whole, placed_by_rules
 from shoal.parallel.tensor.region import Region
-from shoal.parallel.tensor.rules import Rules, UnknownStyle, kind_of, rules_for
+from shoal.parallel.tensor.rules import TABLES, Rules, UnknownStyle, kind_of, matches, rules_for
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def cuts_of(
 
     region: of these ranks, who confirm together what is found; None: it is not confirmed
     placements: what a plan says of layers, which has to go with the rules. Raises UserError for what cannot be so
-    given: rules of the user, laid over those that are known; where nothing is known of the model and
-        they name only what stays "whole", the rest is found from its graph
+    given: rules of the user, laid over those that are known; where nothing is known of the model, or what it brings
+        leaves layers out, and they name only what stays "whole", the rest is found from its graph
     """
     given = given or {}
     experts = {pattern: kind for pattern, kind in given.items() if kind == "experts"}
@@ -56,6 +57,8 @@ def cuts_of(
     except UnknownStyle:
         if not pinned:
             raise
+        rules = given
+    if pinned and rules != given and _leaves_out(module, rules):
         rules = given
     if rules and not (pinned and rules == given):
         return Cuts(placed_by_rules(module, rules, placements) if placements else rules, None, experts)
@@ -69,6 +72,22 @@ def cuts_of(
         found = found_in(module, ranks, stays_whole, region, partial(cut_of, placements=placements))
         check_found(module, found, placements, lambda: found_in(module, ranks, partial(_is_pinned, given=given)))
     return Cuts({**found.rules, **given}, found)
+
+
+def _leaves_out(module: nn.Module, rules: Rules) -> bool:
+    """True if rules that a model of `transformers` brings do not say enough: they name no parameters that lie inside
+    attention (a norm of heads), or experts that are not stacked in one module as ours."""
+    if type(module).__name__ in TABLES:
+        return False
+    kinds = {name: kind_of(name, rules) for name, _ in module.named_modules()}
+    attentions = tuple(f"{name}." for name, kind in kinds.items() if kind == "attention")
+    for name, each in module.named_modules():
+        if kinds[name] == "experts" and unlike(each):
+            return True
+        own = any(True for _ in each.parameters(recurse=False))
+        if own and name.startswith(attentions) and not any(matches(pattern, name) for pattern in rules):
+            return True
+    return False
 
 
 def _is_pinned(name: str, given: Rules) -> bool:
