@@ -362,3 +362,23 @@ def test_what_is_tied_beside_a_part_that_is_looked_at_alone_stays_whole():
         rows = [" ".join(line.split()) for line in layers.splitlines()]
         assert "body.* column 16 x 8 8 x 8" in rows and "head whole 31 x 8 31 x 8" in rows
         assert "body.* whole 31 x 8 31 x 8" in rows
+
+
+class Counts(nn.Module):
+    """Its constructor reads values, so that it is built on the CPU; training counts its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.norm = nn.Embedding(31, 8), nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.down, self.head = nn.Linear(16, 8), nn.Linear(8, 31)
+        assert float(self.up.weight.abs().max()) > 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        return self.head(self.down(self.norm(self.up(h).transpose(1, 2)).transpose(1, 2)) + h)
+
+
+def test_looking_at_a_model_counts_no_batches() -> None:
+    module = build(Counts, 0).module
+    cuts_of(module, 2, None)
+    assert int(module.get_buffer("norm.num_batches_tracked")) == 0

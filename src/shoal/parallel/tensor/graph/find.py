@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shoal.module.build import Built
 from shoal.parallel.layout import Layout
@@ -40,10 +41,15 @@ def found_in(
     wanted: how a layer is to be cut, if that can be, before all others: "column", "row" or "vocabulary"
     """
     mode = fake_mode(module)
+    # a model that was built on the CPU has real buffers, which forwards write to
+    real = [(each, each.clone()) for each in module.buffers() if not isinstance(each, FakeTensor) and not each.is_meta]
     found = [
         _cut_of(trace, mode, ranks, stays_whole, region, wanted, _used_outside(trace.calls[0].module, module))
         for trace in traces_of("", module, mode)
     ]
+    with torch.no_grad():
+        for buffer, value in real:
+            buffer.copy_(value)
     return _together(found)
 
 
