@@ -18,6 +18,7 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.jobs import answer, gain
 from shoal.jobs.answer import profile_of
+from shoal.jobs.asking import answer as answered
 from shoal.jobs.asking import asked, keeps_microbatch, stays
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, at_size, opened
@@ -177,6 +178,27 @@ def test_the_plan_of_a_job_is_confirmed_and_pins_hold(settled: Callable[..., Set
     assert chosen.settled.job.train.microbatch == chosen.estimate.choice.microbatch
     with pytest.raises(UserError, match="no degrees fit"):
         asked(settled({"name": "auto", "dp": 3}), machine())
+
+
+def going_by_values(settled: Settled) -> Settled:
+    """The job of a model whose loss goes on by the values of what the model gives."""
+    own = settled.model.loss
+
+    def loss(model: Any, microbatch: Any) -> Any:
+        sums = own(model, microbatch)
+        return sums if sums[0] > 0 else (sums[0] * 2, sums[1])
+
+    return replace(settled, model=replace(settled.model, loss=loss, values={**settled.model.values, "own": True}))
+
+
+def test_a_job_that_goes_by_values_is_data_parallel(settled: Callable[..., Settled]) -> None:
+    for given, fields in ((None, {}), ("auto", {}), ({"name": "auto", "zero": 2}, {"zero": 2})):
+        for small in (True, False):
+            plan, rows, trials, why = answered(going_by_values(settled(given, layers=2)), machine(), small)
+            assert plan == {"dp": 4, **fields} and (rows, trials) == (None, None), given
+            assert re.match(r".*test_auto.py:\d+ decides by values .* Memory and time are not predicted: pin", why)
+    with pytest.raises(UserError, match=r"test_auto.py:\d+ decides .* and tp = 2 is pinned: leave it out, or give the"):
+        answered(going_by_values(settled({"name": "auto", "tp": 2}, layers=2)), machine(), True)
 
 
 def test_batch_statistics_keep_their_microbatch(settled: Callable[..., Settled]) -> None:

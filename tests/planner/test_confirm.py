@@ -57,11 +57,15 @@ class Normed(Twice):
         return super().forward(self.norm(inputs))
 
 
-def asked(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> Plan:
+def answered(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> tuple[Plan, int]:
     sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
     adamw = partial(torch.optim.AdamW, lr=1e-3)
     given: dict[str, Any] = {"global_batch": 8, "microbatch": microbatch, "pins": pins}
-    return auto_plan(model, squares, adamw, sample, world=world, cluster=TWO, **given)[0]
+    return auto_plan(model, squares, adamw, sample, world=world, cluster=TWO, **given)
+
+
+def asked(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> Plan:
+    return answered(world, pins, model, microbatch)[0]
 
 
 def test_another_way_to_divide_is_found_where_the_fastest_is_refused() -> None:
@@ -74,11 +78,25 @@ def test_a_refusal_gives_each_reason_once() -> None:
     assert str(refusal.value).count("more than once") == 1
 
 
-def test_a_model_that_goes_by_values_is_refused_with_its_line_and_what_to_do() -> None:
-    lines = Path(__file__).read_text().splitlines()
-    line = next(number for number, each in enumerate(lines, 1) if each.endswith("  # this line"))
-    with pytest.raises(UserError, match=rf"test_confirm.py:{line} decides by values .*: give a plan"):
-        simulate_world(2, asked, {}, Decides)
+LINE = 1 + next(
+    number for number, line in enumerate(Path(__file__).read_text().splitlines()) if line.endswith("  # this line")
+)
+
+
+@pytest.mark.parametrize(("pins", "plan"), [({}, Plan(dp=2)), ({"zero": 3, "tp": 1}, Plan(dp=2, zero=3))])
+def test_a_model_that_goes_by_values_is_data_parallel_and_its_line_is_named(
+    pins: dict[str, Any], plan: Plan, caplog: Any
+) -> None:
+    assert simulate_world(2, answered, pins, Decides) == [(plan, 4), (plan, 4)]
+    (said,) = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert f"test_confirm.py:{LINE} decides by values" in said and "Memory and time are not predicted: pin" in said
+
+
+@pytest.mark.parametrize(("field", "value"), [("tp", 2), ("pp", 2), ("dp", 1)])
+def test_what_only_a_trace_could_tell_is_refused(field: str, value: int) -> None:
+    said = rf"test_confirm.py:{LINE} decides by values .*only dp = 2 .*and {field} = {value} is pinned: leave it out"
+    with pytest.raises(UserError, match=said):
+        simulate_world(2, answered, {field: value}, Decides)
 
 
 def test_batchnorm_of_a_single_row_is_traced() -> None:

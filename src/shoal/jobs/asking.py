@@ -23,15 +23,26 @@ from shoal.module.compiling import fuses
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
+from shoal.planner.prepare import Untraced
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task, spoken
+from shoal.planner.untraced import without_trace
 from shoal.precision import precision
 from shoal.report import units
 
 
 def answer(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
     """The plan, the microbatch and the trials that the planner gives, and why: None for all but the last where data
-    parallelism stays. `small`: its state leaves a rank room enough."""
+    parallelism stays. `small`: its state leaves a rank room enough. A model that cannot be traced is data parallel."""
+    try:
+        return _searched(settled, cluster, small)
+    except Untraced as error:
+        plan, why = without_trace(pinned(settled.job, settled.origins), cluster.size, error)
+        return [plan.to_dict(), None, None, why]
+
+
+def _searched(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
+    """As `answer`. Raises Untraced for a model that cannot be traced."""
     if not settled.job.auto.wanted and small and (why := stays(settled, cluster)) is not None:
         return [None, None, None, why]
     chosen = asked(settled, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,13 +28,17 @@ from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
 from shoal.planner.predict import Machine, predict
-from shoal.planner.prepare import Subject
+from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
 from shoal.planner.search import search
-from shoal.planner.task import Estimate, Task
+from shoal.planner.task import Estimate, Task, spoken
+from shoal.planner.untraced import without_trace
 from shoal.precision import precision as precision_named
 from shoal.training.loss import Loss
+from shoal.training.microbatches import largest_share
+
+LOG = logging.getLogger(__name__)
 
 
 def auto_plan(
@@ -58,8 +63,9 @@ def auto_plan(
     pins: fields of the plan that are given, e.g. {"tp": 2}.
     cluster: by default this machine, measured, with what groups of the ranks reach.
 
-    Raises UserError, on all ranks alike, for a model that cannot be run without computing it, and where nothing is
-    legal or fits; it says what is missing.
+    A model that cannot be traced, as values decide what it computes, is data parallel over all ranks; rank 0 logs a
+    warning of what could not be traced. Raises UserError, on all ranks alike, where nothing is legal or fits, or where
+    `pins` ask for what only a trace could tell; it says what is missing.
     """
     world = world or join()
     numbers = precision_named(precision)
@@ -74,7 +80,12 @@ def auto_plan(
             raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "
                             "give microbatch")  # fmt: skip
         subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
-        traced = profile(subject, ways(pins or {}) if machine.size > 1 else ())
+        try:
+            traced = profile(subject, ways(pins or {}) if machine.size > 1 else ())
+        except Untraced as error:
+            plan, why = without_trace(pins or {}, machine.size, error)
+            LOG.warning("plan: %s (%s)", spoken(plan.to_dict()), why)
+            return plan.to_dict(), microbatch or largest_share(global_batch, plan)
         length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
         legal = legal_degrees(values, traced, length, machine.per_host)
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)

@@ -56,29 +56,42 @@ class Subject:
     rank: int = 0
 
 
+class Untraced(UserError):
+    """A model that cannot be run on fake tensors. `reason`: what happened, and at which line; `remedy`: what to do."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.reason, self.remedy)))
+
+
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Turns errors of somebody else's code, which is run on fake tensors, into UserErrors."""
+    """Turns errors of somebody else's code, which is run on fake tensors, into Untraced."""
     try:
         yield
     except ShoalError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UserError(
+        raise Untraced(
             f"{_line_of(error)} decides by values how the model goes on, or makes a shape of them ({error}), so it is "
-            "not known beforehand what the model takes: give a plan instead of asking for one (data parallelism takes "
-            "any way through a model)"
+            "not known beforehand what the model takes",
+            "give a plan instead of asking for one (data parallelism takes any way through a model)",
         ) from error
     except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"the model cannot be run without computing it ({type(error).__name__}): {reason}") from error
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Untraced(
+            f"the model cannot be run without computing it ({type(error).__name__} at {_line_of(error)}): {first}"
+        ) from error
 
 
 def _line_of(error: BaseException) -> str:
     """The file and line of the user's, or of a library's, that led to `error` in torch."""
     ours = tuple(str(Path(package.__file__ or "").parent) for package in (torch, errors))
     lines = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "the model"
+    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "its forward"
 
 
 class OneRow(TorchFunctionMode):

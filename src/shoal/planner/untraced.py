@@ -1,0 +1,35 @@
+"""The plan of a model that cannot be traced: data parallelism, which takes any way through a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.plan import Plan
+from shoal.planner.degrees import PINS, Spread
+from shoal.planner.prepare import Untraced
+from shoal.planner.task import spoken
+
+
+def without_trace(pins: Mapping[str, Any], ranks: int, error: Untraced) -> tuple[Plan, str]:
+    """Returns data parallelism over all `ranks` with the fields that `pins` give, and why it is that, in words.
+
+    error: what tracing the model raised.
+
+    Raises Untraced where `pins` divide the model, or have another number of replicas: what that takes, and whether it
+    can be, a trace would say.
+    """
+    copies = Spread(copies=ranks)
+    degrees = {field: getattr(copies, what) for field, what in PINS.items()}
+    for field, degree in degrees.items():
+        if (given := pins.get(field, degree)) != degree:
+            raise Untraced(
+                error.reason,
+                f"Without that only {spoken(copies.plan().to_dict())} can be answered for {ranks} ranks, and {field} = "
+                f"{given} is pinned: leave it out, or give the whole plan instead of asking for one, which the engine "
+                "takes as it is",
+            ) from error
+    return Plan(**{**pins, **degrees}), (
+        f"{error.reason}. Memory and time are not predicted: pin zero = 3 or memory where the state does not fit; for "
+        "pp, tp, cp or ep give the whole plan instead of asking for one"
+    )
