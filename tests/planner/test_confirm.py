@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal import Plan, auto_plan
 from shoal.comm.simulation import simulate_world
@@ -57,6 +58,18 @@ class Normed(Twice):
         return super().forward(self.norm(inputs))
 
 
+class Checkpointed(Twice):
+    """Goes through its blocks once, and computes them again in backward, two together."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for first in (0, 2):
+            inputs = checkpoint(self.run, first, inputs, use_reentrant=False)
+        return inputs
+
+    def run(self, first: int, inputs: Tensor) -> Tensor:
+        return self.blocks[first + 1](self.blocks[first](inputs))
+
+
 def answered(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> tuple[Plan, int]:
     sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
     adamw = partial(torch.optim.AdamW, lr=1e-3)
@@ -101,3 +114,8 @@ def test_what_only_a_trace_could_tell_is_refused(field: str, value: int) -> None
 
 def test_batchnorm_of_a_single_row_is_traced() -> None:
     assert [plan.size for plan in simulate_world(2, asked, {}, Normed, 4)] == [2, 2]
+
+
+def test_stages_of_a_model_that_computes_its_blocks_again_are_run_dry() -> None:
+    found = simulate_world(2, asked, {"pp": 2, "schedule": "1f1b", "stages": [3, 5]}, Checkpointed)
+    assert [plan.stages for plan in found] == [[3, 5], [3, 5]]

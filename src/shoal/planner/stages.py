@@ -13,6 +13,7 @@ from shoal.chunks import Gather
 from shoal.errors import UserError
 from shoal.module.build import Built
 from shoal.pipeline import Pass, Routes, Schedule, Split, look
+from shoal.pipeline.passes import Again
 from shoal.pipeline.units import Unit
 from shoal.planner.prepare import Prepared
 from shoal.planner.recording import Event, OneStage, Staged
@@ -76,7 +77,8 @@ class AllStages:
         roots = [each for each in (objective, *current.given.values()) if each is not None and each.requires_grad]
         self._ready.local.randomness.replay()
         if roots:
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+            with self._split.running(stage, Again(current)):
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         gather.backward_is_over()
         return forwards
 
