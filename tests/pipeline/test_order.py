@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.pipeline import units_of
 from shoal.pipeline.order import children_as_called
 
 
@@ -37,3 +38,57 @@ def test_ranks_that_are_threads_read_a_model_at_once(threads_that_take_turns):
         found = list(pool.map(lambda _: [children_as_called(layer) for _ in range(10)], range(4)))
     assert [name for name, _ in found[0][0]][:2] == ["self_attn", "norm1"]
     assert all(each == found[0][0] for one in found for each in one)
+
+
+class SideBySide(nn.Module):
+    """Lists of layers of which a loop uses one item of each in turn; the second list is used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
+
+
+class Zipped(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=False):
+            x = layer(norm(x))
+        return self.head(self.layers[2](x))
+
+
+class Unpacked(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        for _, both in enumerate(zip(self.norms, self.layers, strict=False)):
+            norm, layer = both
+            x = layer(norm(x))
+        return self.head(self.layers[2](x))
+
+
+class Numbered(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            if place < len(self.norms):
+                x = self.norms[place](x)
+            x = layer(x)
+        return self.head(x)
+
+
+class Apart(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [Zipped, Unpacked, Numbered])
+def test_lists_that_a_loop_goes_through_side_by_side_take_turns(model: type[nn.Module]) -> None:
+    found = [unit.name for unit in units_of(model())]
+    assert found == ["norms.0", "layers.0", "norms.1", "layers.1", "layers.2", "head"]
+
+
+def test_lists_of_two_loops_come_one_after_the_other() -> None:
+    found = [unit.name for unit in units_of(Apart())]
+    assert found == ["norms.0", "norms.1", "layers.0", "layers.1", "layers.2", "head"]

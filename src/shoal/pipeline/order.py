@@ -8,6 +8,7 @@ import inspect
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
@@ -20,9 +21,10 @@ may be threads."""
 def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns `module.named_children()` in the order in which the forward first uses them.
 
-    A child that the forward does not name keeps its position behind the one registered before it; without source all
-    keep the order of registration. A wrong guess cannot give wrong numbers: a stage that would need what a later one
-    computes is refused when the model is first run.
+    Of lists that a loop goes through side by side (`zip(self.a, self.b)`, `self.a[i]` and `self.b[i]`) the items come
+    in turn, under names like "a.0". A child that the forward does not name keeps its position behind the one registered
+    before it; without source all keep the order of registration. A wrong guess cannot give wrong numbers: a stage that
+    would need what a later one computes is refused when the model is first run.
     """
     children = list(module.named_children())
     names = [name for name, _ in children]
@@ -31,11 +33,32 @@ def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     place, last = dict[str, int](), -1
     for name in names:
         last = place[name] = uses.found.index(name) if name in uses.found else last
-    return sorted(children, key=lambda child: place[child[0]])
+    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses.beside)
+
+
+def _in_turn(children: Sequence[tuple[str, nn.Module]], beside: Sequence[Sequence[str]]) -> list[tuple[str, nn.Module]]:
+    """Returns `children` with the items of lists that are `beside` each other in turn, where the first list was."""
+    lists = {name: list(child.named_children()) for name, child in children if isinstance(child, nn.ModuleList)}
+    groups: dict[str, list[str]] = {}
+    for each in beside:
+        names = [name for name in each if name in lists and name not in groups]
+        if len(names) > 1:
+            groups.update(dict.fromkeys(names, names))
+    found: list[tuple[str, nn.Module]] = []
+    given = set[str]()
+    for name, child in children:
+        if name not in groups:
+            found.append((name, child))
+        elif name not in given:
+            given |= set(groups[name])
+            items = [[(f"{each}.{key}", item) for key, item in lists[each]] for each in groups[name]]
+            found += [item for turn in zip_longest(*items) for item in turn if item is not None]
+    return found
 
 
 class _Uses(ast.NodeVisitor):
-    """Collects in `found` the attributes `names` of self, in the order in which methods of the class `of` use them.
+    """Collects in `found` the attributes `names` of self, in the order in which methods of the class `of` use them; in
+    `beside` those of which a loop uses one item after the other, in the order of its body.
 
     The target of a call comes after its arguments.
     """
@@ -45,6 +68,10 @@ class _Uses(ast.NodeVisitor):
         self._of, self._self = of.__mro__, "self"  # the classes searched for a method
         self._behind: Sequence[type] = ()  # the classes that super() searches
         self.found: list[str] = []
+        self.beside: list[list[str]] = []
+        self._items: dict[str, str] = {}  # the list of which a variable of the loops around is an item
+        self._variables: set[str] = set()  # of the loops around
+        self._turn: list[str] = []  # the lists of which the loop has used an item
 
     def follow(self, method: str, among: Sequence[type] | None = None) -> None:
         """Visits a method once: that of the class, or of the first of `among` that has it."""
@@ -84,6 +111,31 @@ class _Uses(ast.NodeVisitor):
             self.follow(node.attr, self._behind)
         self.generic_visit(node)
 
+    def visit_For(self, node: ast.For) -> None:
+        before = self._items, self._variables, self._turn
+        self.visit(node.iter)
+        variable, lists = _side_by_side(node)
+        names = [self._of_self(each) for each in lists]
+        own = [variable] if len(lists) == 1 else variable.elts if isinstance(variable, ast.Tuple) else []
+        items = {each.id: name for each, name in zip(own, names, strict=False) if isinstance(each, ast.Name) and name}
+        inside = {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        self._items, self._variables, self._turn = {**self._items, **items}, self._variables | inside, []
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
+        used = [*self._turn, *(name for name in names if name and len(lists) > 1)]
+        self.beside.append([name for name in dict.fromkeys(used) if name in self._names])
+        self._items, self._variables, self._turn = before
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self._items:
+            self._turn.append(self._items[node.id])
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self.generic_visit(node)
+        name = self._of_self(node.value)
+        if name and any(isinstance(each, ast.Name) and each.id in self._variables for each in ast.walk(node.slice)):
+            self._turn.append(name)
+
     def visit_Compare(self, node: ast.Compare) -> None:
         """Skips `self.norm is None`, which does not use the module."""
         if not any(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
@@ -98,3 +150,17 @@ class _Uses(ast.NodeVisitor):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._self:
             return node.attr
         return None
+
+
+def _side_by_side(loop: ast.For) -> tuple[ast.expr, list[ast.expr]]:
+    """Returns the variable of a loop, or the tuple of them, and what it goes through: what `zip` or `enumerate` is
+    given."""
+    variable, through = loop.target, loop.iter
+    if _calls(through, "enumerate") and isinstance(variable, ast.Tuple) and len(variable.elts) == 2:
+        variable, through = variable.elts[1], through.args[0]  # type: ignore[attr-defined]
+    return variable, list(through.args) if _calls(through, "zip") else [through]  # type: ignore[attr-defined]
+
+
+def _calls(node: ast.expr, name: str) -> bool:
+    """True if `node` calls the function `name` with arguments."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name and bool(node.args)
