@@ -364,6 +364,41 @@ def test_what_is_tied_beside_a_part_that_is_looked_at_alone_stays_whole():
         assert "body.* whole 31 x 8 31 x 8" in rows
 
 
+class Across(nn.Module):
+    """A layer that looks at something else where it is given that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.across = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        return x if other is None else x + self.across(self.norm(other))
+
+
+class Looking(nn.Module):
+    """No input that is tried fits the whole of it, and its layer runs by itself without what it gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(31, 8), Across(), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert ids.shape[1] == 9
+        x = self.words(ids)
+        return self.head(self.layer(x, x.flip(1)))
+
+
+def test_what_a_part_that_is_looked_at_alone_does_not_use_stays_whole():
+    alone = simulate_world(1, trained, {}, None, Looking)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Looking):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        assert "layer.up column 16 x 8 8 x 8" in rows and "layer.norm whole 8 8" in rows
+        assert "layer.norm stays whole: it is not used on the inputs on which the model was tried" in layers
+
+
 class Counts(nn.Module):
     """Its constructor reads values, so that it is built on the CPU; training counts its batches."""
 

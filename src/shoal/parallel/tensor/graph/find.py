@@ -26,6 +26,8 @@ from shoal.parallel.tensor.piece import Piece
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.slicing import cut_among
 
+UNUSED = "it is not used on the inputs on which the model was tried"
+
 
 def found_in(
     module: nn.Module,
@@ -90,6 +92,7 @@ def _cut_of(
         if stays_whole(f"{root.name}.{name}".strip("."))
         for each in owner.parameters(recurse=False)
     }
+    whole |= flow.parameters.keys() - flow.used  # what their module does with them is not known
     local, verdicts = Local(flow, mode, ranks), dict[str, str]()
 
     def fits(roles: Roles, chosen: frozenset[Atom]) -> dict[Atom, str]:
@@ -253,6 +256,11 @@ class _Describing:
             why += [f"{leaf.blocked} needs all of it" for leaf in leaves(use.rows) if leaf.blocked]
             if why:
                 found.setdefault(name, why[0])
+        root = self._flow.trace.calls[0]
+        for name, owner in root.module.named_modules():
+            own = [id(each) for each in owner.parameters(recurse=False)]
+            if own and self._flow.used.isdisjoint(own):
+                found[f"{root.name}.{name}".strip(".")] = UNUSED
         return found
 
 

@@ -52,6 +52,7 @@ class Flow:
     ) -> None:
         self.trace, self.heads, self._handlers = trace, heads, handlers
         self.parameters = {id(each): each for each in parameters}
+        self.used = self.parameters.keys() & {id(each) for op in trace.ops for each in op.inputs}
         self.of: dict[int, list[Dim]] = {}
         self.uses: list[Use] = []
         self.views: dict[int, Tensor] = {}  # parameters by tensors that are transposed, or split off
