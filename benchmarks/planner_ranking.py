@@ -181,6 +181,7 @@ def _key(each: Estimate) -> tuple[Any, ...]:
         choice.recompute,
         choice.schedule,
         choice.chunks,
+        choice.offload,
     )
 
 

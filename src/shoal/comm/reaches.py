@@ -1,5 +1,8 @@
 """What collectives reach: by operation, over the kinds of groups that plans make of a world's ranks, all of which are
-busy at once; and what computing loses while they go on beside it. A second or so, once for a machine."""
+busy at once; and what computing loses while they go on beside it. Three seconds or so, once for a machine.
+
+On a CPU a short call is timed as steps make it: ranks come to it from computing, one after the other, above all where
+there are more of them than cores. Among ranks that do nothing else it takes a fraction of that."""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ WIDTH = 256
 """Rows and columns of the products beside which ranks communicate."""
 BESIDE = 0.05
 """Seconds of products beside which ranks communicate, about."""
+BETWEEN, TURNS = 3e-3, 8
+"""Seconds of products between short calls, about, and the number of calls."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,12 @@ def measure_reaches(world: World) -> Reaches:
     began, everyone = time.perf_counter(), world.everyone
     hosts, own = hosts_of(world)
     found: dict[bool, list[Reach]] = {False: [], True: []}
-    serial = world.serial("measure")
+    serial, between = world.serial("measure"), _between(everyone, world.device)
     for name, ranks, across in _groups(world, own):
         group = world.group(f"measure{serial}-{name}", ranks) if len(ranks) < world.size else everyone
         for operation, call in _calls(group).items():
-            found[across].append(_reach(operation, group.size, *_rows(everyone, world.device, call)))
+            rows = _rows(everyone, world.device, call)
+            found[across].append(_reach(operation, group.size, *rows, between(call, rows[0][1])))
         if group is not everyone:
             everyone.barrier()  # nobody is in it any more
             group.close()
@@ -182,11 +188,42 @@ def _rows(
     return rows[0], rows[-1]
 
 
-def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int, float]) -> Reach:
-    """The line through two rows; where they are one, what that one says."""
+def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int, float], later: float) -> Reach:
+    """The line through two rows; where they are one, what that one says. `later`: seconds by which a call in a step
+    takes longer."""
     more = long[1] - short[1]
     rate = (long[0] - short[0]) / more if more > 0.01 * long[1] else long[0] / long[1]
-    return Reach(operation, ranks, max(short[1] - short[0] / rate, 0.05 * short[1]), rate)
+    return Reach(operation, ranks, max(short[1] - short[0] / rate, 0.05 * short[1]) + later, rate)
+
+
+def _between(everyone: Group, device: torch.device) -> Callable[[Callable[[Tensor], object], float], float]:
+    """Returns what measures by how many seconds a call with the smallest tensor takes longer, on the slowest rank, if
+    all ranks compute between calls, given its seconds where they do not; 0 on an accelerator, whose calls queue."""
+    if everyone.size == 1 or device.type != "cpu":
+        return lambda call, alone: 0.0
+    one, other = (torch.randn(WIDTH, WIDTH) for _ in range(2))
+    tensor = torch.zeros(SIZES[0] // 4)
+
+    def turns(products: int, call: Callable[[Tensor], object] | None = None) -> float:
+        everyone.barrier()
+        began = time.perf_counter()
+        for _ in range(TURNS):
+            for _ in range(products):
+                torch.mm(one, other)
+            if call is not None:
+                call(tensor)
+        everyone.barrier()
+        return _slowest(everyone, time.perf_counter() - began)
+
+    turns(1)
+    products = max(1, round(BETWEEN * TURNS / turns(1)))
+    computing = min(turns(products) for _ in range(3))
+
+    def later(call: Callable[[Tensor], object], alone: float) -> float:
+        both = statistics.median(turns(products, call) for _ in range(3))
+        return max(0.0, (both - computing) / TURNS - alone)
+
+    return later
 
 
 def _timed(everyone: Group, device: torch.device, call: Callable[[Tensor], object], tensor: Tensor) -> float:

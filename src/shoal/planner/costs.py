@@ -28,6 +28,7 @@ ATTENTION_REACHES = 0.75
 CALLED, COMPILING = 20, 30.0
 """Launches that a call of a compiled block takes beside its kernels, for guards and torch around it; seconds until one
 of a kind is compiled, there and back. Assumed."""
+SELECTING = 100  # launches that an operation takes on a CPU if torch asks in Python whether to keep it; measured
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
@@ -149,8 +150,7 @@ class Prices:
     @cached_property
     def slowest(self) -> Device:
         """The device that others wait for."""
-        dtype = self.task.numbers.dtype
-        return min(self._cluster.devices, key=lambda device: device.peak(dtype) * device.reaches)
+        return min(self._cluster.devices, key=lambda device: device.peak(self.task.numbers.dtype) * device.reaches)
 
     @cached_property
     def speed_of_hosts(self) -> list[float]:
@@ -173,6 +173,7 @@ class Prices:
         backward = math.fsum(self._seconds(part, spread, rows, device, 2, ATTENTION_BACKWARD, 2) for part in own)
         backward *= device.backward
         some = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in blocks)
+        some += SELECTING * device.launch * device.on_host * sum(part.calls.on(spread) for part in blocks)
         full = math.fsum(self._seconds(part, spread, rows, device, 1 - part.spared, 1, 1) for part in blocks)
         sent = self._carried(own, spread, rows)
         return Spent(
@@ -189,8 +190,8 @@ class Prices:
 
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: int) -> list[tuple[Message, float]]:
         """The messages of a forward that take time, and how much."""
-        found = [(message, self.carried(message, spread, rows)) for part in parts for message in part.messages]
-        return [(message, seconds) for message, seconds in found if seconds]
+        messages = (message for part in parts for message in part.messages)
+        return [(each, seconds) for each in messages if (seconds := self.carried(each, spread, rows))]
 
     def _seconds(
         self,
@@ -204,10 +205,9 @@ class Prices:
     ) -> float:
         """Seconds of a part, with so many times the products, the attention and all else of a forward."""
         peak, operations = device.peak(self.task.numbers.dtype), rows * part.products.on(spread)
-        reached = peak * device.reaches
         work = products * operations / (peak * device.share(operations / max(1, part.multiplied)))
         work += rows * products * part.operands.on(spread) / (device.bandwidth * device.streams)
-        work += rows * attention * part.attention.on(spread) / (reached * ATTENTION_REACHES)
+        work += rows * attention * part.attention.on(spread) / (peak * device.reaches * ATTENTION_REACHES)
         fused = self.compiled and part.is_block
         touched, calls = (part.fused, part.kernels) if fused else (part.touched, part.calls)
         work += rows * rest * touched.on(spread) / (device.bandwidth * device.streams)

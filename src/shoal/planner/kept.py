@@ -16,6 +16,8 @@ from shoal.device import hardware_name, is_accelerator
 
 STALE = 30 * 86400.0
 """Seconds after which what is kept does not count any more."""
+METHOD = 2
+"""Of how rates are measured: what an earlier version has kept does not count."""
 
 
 def folder() -> Path:
@@ -43,9 +45,9 @@ def keep(key: str, value: dict[str, Any]) -> None:
 
 
 def key_of(what: str, device: torch.device, *others: object) -> str:
-    """A key that no other machine, device or version of torch has."""
+    """A key that no other machine, device, version of torch or way to measure has."""
     name = f"{os.uname().nodename} {hardware_name(device) or 'CPU'}"
-    return " ".join(map(str, (what, name, *others, torch.__version__)))
+    return " ".join(map(str, (what, name, *others, torch.__version__, f"method {METHOD}")))
 
 
 def threads_of(device: torch.device, on_host: int) -> int:

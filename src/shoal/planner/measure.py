@@ -8,8 +8,10 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,13 +19,15 @@ import torch
 from shoal.comm import Reach, Reaches, World, measure_reaches
 from shoal.comm.reaches import hosts_of
 from shoal.device import CPU, free_memory, hardware_name, is_accelerator, kind_of, measure_products, synchronize
+from shoal.errors import StorageError
+from shoal.optim.tiers.disk import THREADS, Stored, buffer
 from shoal.planner.cluster import FORMATS, Cluster, Device, Host, Link
 from shoal.planner.kept import crowding, folder, keep, key_of, read, threads_of
 from shoal.planner.learned import learned, newest
 
 log = logging.getLogger(__name__)
 
-COPIED, WRITTEN, TINY = 64 * 2**20, 16 * 2**20, 200
+COPIED, WRITTEN, TINY = 64 * 2**20, 32 * 2**20, 200
 USUAL = Link(1.5e-4, 2e9)
 """Between ranks of a host over memory that they share, where nobody has measured it."""
 ON_HOST, ON_DEVICE = (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16)
@@ -153,20 +157,24 @@ def _copies(device: torch.device) -> float:
 
 
 def _disk() -> float:
-    """Bytes a second that are written to the disk of the folder where this is kept, and read from it; 0 where nothing
-    can be written."""
-    data = os.urandom(2**20) * (WRITTEN // 2**20)
-    with suppress(OSError, RuntimeError):
+    """Bytes a second that are written to the disk of the folder where this is kept and read from it, as pages are; 0
+    where nothing can be written."""
+    with suppress(OSError, StorageError):
         folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder(), buffering=0) as file:
-            began = time.perf_counter()
-            file.write(data)
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would be read
-            file.seek(0)
-            while file.read(2**20):
-                pass
-            return 2 * WRITTEN / (time.perf_counter() - began)
+        with tempfile.TemporaryDirectory(dir=folder()) as where, ThreadPoolExecutor(THREADS) as pool:
+            file, pages = Stored(Path(where) / "pages", WRITTEN, pool), buffer(WRITTEN)
+            try:
+                file.allocate()
+
+                def work() -> None:
+                    for call in (file.write, file.read):
+                        for part in call(pages):
+                            part.result()
+
+                work()  # the first write takes the room
+                return 2 * WRITTEN / _quickest(CPU, 2, work)
+            finally:
+                file.close()
     return 0.0
 
 
