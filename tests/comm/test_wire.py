@@ -31,7 +31,7 @@ VALUES = [
     Layout((4, 4), (Part(Box((0,), (4,)), Box((2,), (4,))),), reduce=("dp", "cp")),
     Stage(
         {(0, 1): Given((Shape((2,), torch.float16), {"rest": 3}))},
-        frozenset({Value(0, 1, 2)}), frozenset(), frozenset(), [None],
+        frozenset({Value(0, 1, 2)}), frozenset(), frozenset(), [None], True,
     ),
 ]  # fmt: skip
 

@@ -13,14 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Group, wire
 from shoal.errors import UserError
 from shoal.pipeline.marks import Marks
-from shoal.pipeline.routes import Calls, Given, Routes, Shape, Stage, Value
+from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
 from shoal.pipeline.split import Split
 
 
@@ -61,8 +63,7 @@ def _what_fails(stage: int, error: Exception) -> str:
     return (
         f"stage {stage} cannot be run on zeros in place of what earlier stages give, by which is found out what "
         f"travels: {type(error).__name__}: {error}. A forward may not depend on the values of what another stage "
-        "computes, but inside its parts: name the stages by hand (plan.stages) so that this lies in one, or take "
-        "plan.pp = 1"
+        f"computes, but inside its parts: {WITHIN}"
     )
 
 
@@ -72,14 +73,35 @@ def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devic
     if stage:
         split.hear(routes.stages[-1].said)
     try:
-        with torch.no_grad(), seen.marks, seen.set_apart():
+        with torch.no_grad(), seen.marks, seen.set_apart(), _Unchecked():
             result = split.run(stage, seen, run)
             seen.use(result)
     except _Unfit as error:
         return str(error)
+    except Exception as error:
+        if isinstance(error, UserError) or seen.in_a_part or not seen.marks.by_values:
+            raise
+        raise UserError(_what_fails(stage, error)) from error
     is_last = stage == max(split.stages)  # no other stage uses the results of the last
     given, changed = ({}, frozenset[Value]()) if is_last else (seen.given, seen.changed())
-    return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said())
+    by_values = seen.marks.by_values
+    return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said(), by_values)
+
+
+class _Unchecked(TorchFunctionMode):
+    """`one_hot` of a given number of classes, which torch would check by reading values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.one_hot:
+            ids, number = _one_hot_of(*args, **(kwargs or {}))
+            if number > 0:
+                return (ids.unsqueeze(-1) == torch.arange(number, device=ids.device)).long()
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hot_of(tensor: Tensor, num_classes: int = -1) -> tuple[Tensor, int]:
+    """Returns the arguments of a call of `one_hot`."""
+    return tensor, num_classes
 
 
 class _Unfit(Exception):
@@ -93,12 +115,13 @@ class _Look(Calls):
         super().__init__()
         self._split, self._stage, self._routes, self._device = split, stage, routes, device
         self.marks = Marks(
-            lambda what: _Unfit(f"{what}; that cannot be cut out of its stage: name the stages by hand (plan.stages)"),
+            lambda what: _Unfit(f"{what}: {WITHIN}"),
             stage == max(split.stages),
         )
         self.given: dict[tuple[int, int], Given] = {}
         self.needs: set[Value] = set()
         self._own: list[tuple[Value, Tensor, int]] = []
+        self.in_a_part = False
         self._is_apart = 0
 
     @contextmanager
@@ -146,8 +169,10 @@ class _Look(Calls):
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self._check_not_apart(unit)
         self.use((args, kwargs))
+        self.in_a_part = True
         with self.marks.paused():
             result, beside = self._split.taps.run(unit, part, args, kwargs)
+        self.in_a_part = False
         call = self.count(unit)
         self.given[unit, call] = Given.of((result, beside))
         for place, leaf in enumerate(tree_leaves((result, beside))):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Group, World
+from shoal.errors import UserError
 from shoal.pipeline.actions import Action
 from shoal.pipeline.p2p import Mail, Message, Way
 from shoal.pipeline.passes import Again, Pass
@@ -128,7 +129,12 @@ class Interpreter:
         if stage:
             self._split.hear(routes.stages[stage - 1].said)
         with self._span(action, lane), work.around(at):
-            current.objective = self._split.run(stage, current, partial(work.forward, at))
+            try:
+                current.objective = self._split.run(stage, current, partial(work.forward, at))
+            except Exception as error:
+                if not isinstance(error, UserError) and (why := current.why(error)):
+                    raise UserError(why) from error
+                raise
         current.recall = self._split.remembered()
         for target in range(stage + 1, self._number):
             if sent := routes.between(stage, target):

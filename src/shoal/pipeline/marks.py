@@ -23,7 +23,8 @@ class Marks(TorchDispatchMode):
     refusal: makes the error for a reason why a stage cannot end here
     is_last: the stage is the model's last, after which shapes may depend on values
 
-    Attribute: `written`, the values whose own tensors were written to.
+    Attributes: `written`, the values whose own tensors were written to; `by_values`, whether any shape was made of
+    values.
     """
 
     def __init__(self, refusal: Callable[[str], Exception], is_last: bool) -> None:
@@ -34,6 +35,7 @@ class Marks(TorchDispatchMode):
         self._alive: list[Tensor] = []  # marks go by address of memory, which must not be reused
         self._is_paused = False
         self.written: set[Value] = set()
+        self.by_values = False
 
     def mark(self, tensor: Tensor, value: Value) -> Tensor:
         self._alive.append(tensor)
@@ -65,7 +67,9 @@ class Marks(TorchDispatchMode):
         marks = frozenset[Value]().union(*(self.of(each) for each in inputs))
         if func is torch.ops.aten._local_scalar_dense.default and marks:
             raise self._refusal(READS)
-        if marks and not self._is_last and torch.Tag.dynamic_output_shape in func.tags and _by_values(func, inputs):
+        by_values = torch.Tag.dynamic_output_shape in func.tags and _by_values(func, inputs)
+        self.by_values |= by_values
+        if marks and not self._is_last and by_values:
             raise self._refusal(
                 "the shape of something between the model's parts depends on the values of what another stage computes"
             )

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
 from shoal.pipeline.arrived import Box
-from shoal.pipeline.routes import Calls, Given, Routes, Shape, Value
+from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Value
 from shoal.pipeline.split import Split
 from shoal.pipeline.split_backward import Start
 
@@ -31,6 +31,7 @@ class Pass(Calls):
         self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device
     ) -> None:
         super().__init__()
+        self._stage = stage
         self._split, self._routes, self._own = split, routes, routes.stages[stage]
         later = range(stage + 1, len(routes.stages))
         self._wanted = {value for target in later for value in routes.between(stage, target)}
@@ -40,13 +41,16 @@ class Pass(Calls):
             self.boxes = {value: Box(tensor) for value, tensor in values.items() if tensor.dtype.is_floating_point}
         self.given: dict[Value, Tensor] = {}
         self.objective: Tensor | None = None
+        self._in_a_part = False
         self.recall: Callable[[], None] = lambda: None
         self.starts: list[Start] = []  # where the second half of backward starts
         # roots and gradients of a backward that runs as a whole in the second half
         self.later: tuple[list[Tensor], list[Tensor | None]] = ([], [])
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._in_a_part = True
         result, beside = self._split.taps.run(unit, part, args, kwargs)
+        self._in_a_part = False
         call = self.count(unit)
         for place, leaf in enumerate(tree_leaves((result, beside))):
             value = Value(unit, call, place)
@@ -55,14 +59,23 @@ class Pass(Calls):
                 if tuple(leaf.shape) != known:
                     raise UserError(
                         f"{self._split.units[unit].name} gives {tuple(leaf.shape)} to another stage, where of the "
-                        f"first microbatch of these shapes it gave {known}: shapes that depend on the data must stay "
-                        "within one stage (plan.stages)"
+                        f"first microbatch of these shapes it gave {known}: {WITHIN}"
                     )
                 self.given[value] = leaf.clone() if value in self._own.changed or _is_kept(leaf, part) else leaf
         return result
 
     def elsewhere(self, unit: int) -> Any:
         return self._of_others(unit, self.count(unit))
+
+    def why(self, error: Exception) -> str:
+        """What `error`, with which the forward has ended, comes of where that is the cut; "" where a part has failed,
+        and where shapes do not come from values."""
+        if self._in_a_part or not any(stage.by_values for stage in self._routes.stages):
+            return ""
+        return (
+            f"stage {self._stage} fails between its parts, where the first microbatch of these shapes did not "
+            f"({type(error).__name__}: {error}): {WITHIN}"
+        )
 
     def again(self, unit: int) -> Any:
         """Returns the result of another stage's part for a forward that backward runs again."""

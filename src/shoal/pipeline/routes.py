@@ -70,6 +70,14 @@ class Given:
         )
 
 
+WITHIN = (
+    "what depends on values has to lie in the last stage, with the parts that it calls and all that come behind them "
+    "(plan.stages names them), or inside of one block (an item of an nn.ModuleList, with a forward of its own), or "
+    "take plan.pp = 1"
+)
+"""What to do with a model whose shapes, between its parts, depend on values."""
+
+
 @wire.sent
 @dataclass(frozen=True)
 class Stage:
@@ -80,6 +88,7 @@ class Stage:
     filled: values of earlier stages whose tensors it writes to
     changed: its own values that are written to after they were given
     said: the state that its parts leave for later ones (split.Remembers)
+    by_values: shapes are made of values between its parts
     """
 
     given: dict[tuple[int, int], Given]
@@ -87,6 +96,7 @@ class Stage:
     filled: frozenset[Value]
     changed: frozenset[Value]
     said: list[Any]
+    by_values: bool
 
 
 @dataclass

@@ -1,0 +1,119 @@
+"""Stages of models whose shapes, between their parts, depend on values: experts that a loop gives their tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * share[rows, None])
+        return x + out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mixture, self.head = nn.Linear(8, 8), Experts(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mixture(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(8), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixture(self.norm(x))
+
+
+class InBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OneHot(nn.Module):
+    """Looks up a row by the largest of what a part of the first stage gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.rows, self.head = nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = F.one_hot(self.gate(x).argmax(-1), num_classes=4)
+        return self.head(x + self.rows(chosen.to(x.dtype)))
+
+
+def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
+
+
+def losses(world: Any, model: type[nn.Module], plan: dict[str, Any]) -> list[float]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(8, generator=draw), "y": torch.randn(8, generator=draw)} for _ in range(16)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = Engine(model, squares, sgd, Plan(**plan), global_batch=8, microbatch=4, world=world)
+    try:
+        return [float(engine.step(batch).loss) for batch in engine.batches(rows, steps=2)]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stages", [None, [["up", "mixture"], ["head"]]])
+def test_experts_that_are_cut_from_what_follows_are_refused_in_words(stages: Any) -> None:
+    with pytest.raises(UserError, match="what depends on values has to lie in the last stage"):
+        simulate_world(2, losses, Model, {"pp": 2, "stages": stages})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (Model, {"stages": [["up"], ["mixture", "head"]]}),
+        (InBlocks, {}),
+        (OneHot, {"stages": [["gate"], ["rows", "head"]]}),
+    ],
+)
+def test_what_depends_on_values_may_lie_in_the_last_stage_or_in_a_block(model: Any, plan: dict[str, Any]) -> None:
+    (alone,) = simulate_world(1, losses, model, {})
+    for found in simulate_world(2, losses, model, {"pp": 2, **plan}):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_an_error_inside_of_a_part_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fails(self: nn.Linear, x: Tensor) -> Tensor:
+        calls.append(1)
+        if self.out_features == 4 and len(calls) > 20:
+            raise ValueError("the gate is out of order")
+        return F.linear(x, self.weight, self.bias)
+
+    monkeypatch.setattr(nn.Linear, "forward", fails)
+    with pytest.raises(ValueError, match="the gate is out of order"):
+        simulate_world(2, losses, Model, {"pp": 2, "stages": [["up"], ["mixture", "head"]]})
