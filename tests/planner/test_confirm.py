@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from shoal import Plan, auto_plan
@@ -70,10 +71,25 @@ class Checkpointed(Twice):
         return self.blocks[first + 1](self.blocks[first](inputs))
 
 
-def answered(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> tuple[Plan, int]:
+class Spectral(Twice):
+    """Its weights are divided by a norm that each forward brings nearer, from vectors in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(spectral_norm(nn.Linear(16, 16)) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return inputs
+
+
+def answered(
+    world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None, **others: Any
+) -> tuple[Plan, int]:
     sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
     adamw = partial(torch.optim.AdamW, lr=1e-3)
-    given: dict[str, Any] = {"global_batch": 8, "microbatch": microbatch, "pins": pins}
+    given: dict[str, Any] = {"global_batch": 8, "microbatch": microbatch, "pins": pins, **others}
     return auto_plan(model, squares, adamw, sample, world=world, cluster=TWO, **given)
 
 
@@ -119,3 +135,18 @@ def test_batchnorm_of_a_single_row_is_traced() -> None:
 def test_stages_of_a_model_that_computes_its_blocks_again_are_run_dry() -> None:
     found = simulate_world(2, asked, {"pp": 2, "schedule": "1f1b", "stages": [3, 5]}, Checkpointed)
     assert [plan.stages for plan in found] == [[3, 5], [3, 5]]
+
+
+def averaged(world: Any, pins: dict[str, Any]) -> Plan:
+    return answered(world, pins, Spectral, 4, buffers="averaged")[0]
+
+
+def test_a_model_whose_buffers_replicas_cannot_keep_has_one_replica() -> None:
+    assert {(plan.dp, plan.cp) for plan in simulate_world(2, asked, {"pp": 1}, Spectral, 4)} == {(1, 1)}
+    for pins, said in (
+        ({"dp": 2}, "_u, and one process would"),
+        ({"tp": 1, "pp": 1}, "take plan.dp = 1. Without replicas"),
+    ):
+        with pytest.raises(UserError, match=said):
+            simulate_world(2, asked, pins, Spectral, 4)
+    assert [plan.dp for plan in simulate_world(2, averaged, {"tp": 1, "pp": 1})] == [2, 2]

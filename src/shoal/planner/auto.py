@@ -31,6 +31,7 @@ from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
+from shoal.planner.replicable import of_one_replica, why_one_replica
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task, spoken
 from shoal.planner.untraced import without_trace
@@ -52,6 +53,7 @@ def auto_plan(
     precision: str | Mapping[str, Any] = "fp32",
     pins: Mapping[str, Any] | None = None,
     param_groups: GroupRule | None = None,
+    buffers: str = "exact",
     world: World | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[Plan, int]:
@@ -61,6 +63,8 @@ def auto_plan(
     sample: one row of the data, as the dataset gives it.
     microbatch: rows of a forward, if they are given; they must be for a model with statistics over a batch.
     pins: fields of the plan that are given, e.g. {"tp": 2}.
+    buffers: as for Engine: where several replicas cannot keep them as one process would, there is one, unless
+        "averaged".
     cluster: by default this machine, measured, with what groups of the ranks reach.
 
     A model that cannot be traced, as values decide what it computes, is data parallel over all ranks; rank 0 logs a
@@ -91,7 +95,8 @@ def auto_plan(
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
         cores = any(device.on_host for device in machine.devices)
         compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
-        plan, rows = _confirmed(replace(asked, compiled=compiled), subject, optimizer)
+        why = why_one_replica(subject, machine.size) if buffers == "exact" else ""
+        plan, rows = _answer(replace(asked, compiled=compiled), subject, optimizer, why)
         return plan.to_dict(), rows
 
     table, rows = from_first(world.everyone, find, "auto_plan: ")
@@ -107,6 +112,17 @@ def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     return values, has_batch_statistics(made)
+
+
+def _answer(task: Task, subject: Subject, optimizer: OptimizerFactory, why: str) -> tuple[Plan, int]:
+    """The plan and the microbatch. `why`: there can be one replica only; "" where there can be several."""
+    if not why:
+        return _confirmed(task, subject, optimizer)
+    task = of_one_replica(task, why)
+    try:
+        return _confirmed(task, subject, optimizer)
+    except UserError as error:
+        raise UserError(f"{why}. Without replicas: {error}") from error
 
 
 def _confirmed(task: Task, subject: Subject, optimizer: OptimizerFactory) -> tuple[Plan, int]:

@@ -61,7 +61,7 @@ def dry_run_stages(subject: Subject) -> Staged:
         cut = stages_of(units, schedule.stages, given_stages(subject.plan))
         with prepared(built, subject) as ready:
             stages = AllStages(ready, built, schedule, units, cut)
-            stages.learn(partial(_loss, ready, subject))
+            stages.learn(partial(loss_of, ready, subject))
             return stages.recorded(run(ready, subject, stages.through, stages.by_rank))
 
 
@@ -87,9 +87,9 @@ def run(
         log.clear()
         with _Living(log, ready.calls), gather.step("dry run"):
             if through is not None:
-                through(log, partial(_loss, ready, subject), gather)
+                through(log, partial(loss_of, ready, subject), gather)
             else:
-                objective = _loss(ready, subject)
+                objective = loss_of(ready, subject)
                 ready.local.randomness.replay()
                 objective.backward()
                 del objective
@@ -99,7 +99,7 @@ def run(
     return tuple(log)
 
 
-def _loss(ready: Prepared, subject: Subject) -> Tensor:
+def loss_of(ready: Prepared, subject: Subject) -> Tensor:
     """Computes the loss of a microbatch, with what is added to it."""
     rows, sample = subject.microbatch, subject.sample
     batch = {key: torch.empty(rows, *each.shape, dtype=each.dtype) for key, each in sample.items()}
