@@ -198,9 +198,10 @@ class _Look(Calls):
                     f"the model calls {name} more than once, with parts of other stages in between, and a stage runs "
                     "once for a microbatch: give all of them to one stage (plan.stages), or take plan.pp = 1"
                 )
+            order = "give both to one stage, or name them in the order of the calls (plan.stages), or take plan.pp = 1"
             raise _Unfit(
-                f"stage {self._stage} calls {name}, which stage {its} has and does not call before it is through: give "
-                "both to one stage, or name them in the order of the calls (plan.stages), or take plan.pp = 1"
+                f"stage {self._stage} calls {name}, which stage {its} has and does not call before it is through: "
+                f"{WITHIN if self.marks.by_values else order}"
             )
 
         def placeholder(leaf: int, shape: Shape) -> Tensor:
