@@ -17,33 +17,51 @@ COLLECTS = "output_capturing_hook"
 """Name of the hook in `transformers.utils.output_capturing`."""
 
 
-def install(module: nn.Module) -> None:
-    """Installs the hooks on the routers of a model of `transformers` that collects their logits.
+def install(module: nn.Module) -> bool:
+    """Installs the hooks by which models of `transformers` collect outputs; returns whether logits of routers are.
 
-    The model would do so at its first call, when it no longer has all routers. Raises UserError for a version of the
-    library that collects in another way.
+    The models would do so at their first call, when stand-ins are in the place of layers. Raises UserError for a
+    version of the library that collects logits of routers in another way.
     """
-    if not getattr(getattr(module, "config", None), "output_router_logits", False):
-        return
+    routers = bool(getattr(getattr(module, "config", None), "output_router_logits", False))
+    models = [each for each in module.modules() if hasattr(each, "_can_record_outputs")]
+    if not routers and not models:
+        return False
     try:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError as error:
+        if not routers:
+            return False
         raise UserError(
             f"plan.pp > 1: how this version of transformers collects router logits is not known ({error}): take 5.0 or "
             "later, or build the model with output_router_logits = False"
         ) from error
-    base: Any = getattr(module, "base_model", module)
-    maybe_install_capturing_hooks(base)
+    for each in models or [getattr(module, "base_model", module)]:  # the outermost first, which do it for those inside
+        maybe_install_capturing_hooks(each)  # type: ignore[arg-type]
+    return routers
+
+
+def hand_over(part: nn.Module, stand_in: nn.Module, routers: bool) -> None:
+    """Moves to a stand-in the hooks that collect what `part` as a whole gives (hidden states of layers), so that they
+    run in every stage that calls it, and removes those inside of it, but of routers where these are collected."""
+    for each in part.modules():
+        for number, hook in list(each._forward_hooks.items()):
+            key = _collected(hook)
+            if key is None or (routers and key == "router_logits"):
+                continue
+            del each._forward_hooks[number]
+            if each is part:
+                stand_in.register_forward_hook(hook)
 
 
 class Taps:
     """Records the collected outputs of each unit, by hooks of its own on the modules concerned.
 
-    `units`: the parts of the model, by index.
+    `units`: the parts of the model, by index; `wanted`: whether anything is collected (see `install`).
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._of = [[part for part in unit.module.modules() if _hooks(part)] for unit in units]
+    def __init__(self, units: Sequence[Unit], wanted: bool) -> None:
+        self._of = [[part for part in unit.module.modules() if wanted and _hooks(part)] for unit in units]
         self._outputs: list[Any] | None = None  # of the running call
         for taps in self._of:
             for place, tap in enumerate(taps):

@@ -21,7 +21,7 @@ from shoal.errors import UserError
 from shoal.module.build import Built
 from shoal.module.stand_in import StandIn, Unseen
 from shoal.parallel.axis import Axis, Remembers
-from shoal.pipeline.captured_outputs import Taps, install
+from shoal.pipeline.captured_outputs import Taps, hand_over, install
 from shoal.pipeline.units import Unit
 
 
@@ -64,10 +64,10 @@ class Split:
 
     def __init__(self, built: Built, units: Sequence[Unit], stages: Sequence[int], own: Collection[int]) -> None:
         self.module, self.units, self.stages = built.module, list(units), list(stages)
-        install(built.module)
+        collects = install(built.module)
         inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
         self._loose = {id(parameter) for parameter in built.module.parameters()} - inside
-        self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units)
+        self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units, collects)
         self._carried: list[Remembers] = []  # sent from earlier parts to later ones
         self._noted: list[Remembers] = []  # set for a microbatch before its forward
         self._forward: Forward | None = None
@@ -86,6 +86,7 @@ class Split:
         for index, (unit, stage) in enumerate(zip(units, stages, strict=True)):
             stand_in = StandIn(unit.module, partial(self._called, index), unit.name)
             self._stand_ins.append(stand_in)
+            hand_over(unit.module, stand_in, collects)
             if stage in own:
                 self._swapped += [(parent, key, unit.module, stand_in) for parent, key in places[index]]
                 continue

@@ -1,0 +1,65 @@
+"""Stages of models of `transformers` that collect hidden states of their layers by hooks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from shoal import Engine, Plan
+from shoal.comm.simulation import simulate_world
+
+IMAGE = 1
+"""The id in whose places the four patches of an image come."""
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llava() -> nn.Module:
+    vision = CLIPVisionConfig(**SIZES, image_size=16, patch_size=8, projection_dim=16)
+    text = LlamaConfig(**SIZES, vocab_size=32, num_key_value_heads=2, max_position_embeddings=16)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-2)
+    )
+
+
+def next_token(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    logits = model(input_ids=mb["ids"], pixel_values=mb["image"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), torch.tensor(
+        logits[..., 0].numel()
+    )
+
+
+def losses(world: Any, plan: dict[str, Any]) -> list[float]:
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "ids": torch.cat([torch.full((4,), IMAGE), torch.randint(2, 32, (4,), generator=draw)]),
+            "image": torch.randn(3, 16, 16, generator=draw),
+        }
+        for _ in range(8)
+    ]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = Engine(llava, next_token, sgd, Plan(**plan), global_batch=4, microbatch=2, world=world)
+    try:
+        return [float(engine.step(batch).loss) for batch in engine.batches(rows, steps=2)]
+    finally:
+        engine.close()
+
+
+TOWER, TEXT = "model.vision_tower", "model.language_model"
+FIRST = [f"{TEXT}.embed_tokens", f"{TOWER}.embeddings", f"{TOWER}.pre_layrnorm", f"{TOWER}.encoder.layers.0"]
+TOWERS_REST = [f"{TOWER}.encoder.layers.1", f"{TOWER}.post_layernorm", "model.multi_modal_projector"]
+INSIDE = [FIRST, [*TOWERS_REST, f"{TEXT}.layers", f"{TEXT}.norm", "lm_head"]]
+"""A cut between the layers of the tower, of which the first one's result is picked."""
+
+
+@pytest.mark.parametrize("stages", [None, INSIDE], ids=["behind", "inside"])
+def test_a_layer_may_be_picked_from_the_hidden_states_of_a_tower_that_is_cut(stages: Any) -> None:
+    (alone,) = simulate_world(1, losses, {})
+    for found in simulate_world(2, losses, {"pp": 2, "stages": stages}):
+        assert found == pytest.approx(alone, rel=1e-5)
