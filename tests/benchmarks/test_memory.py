@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import memory
+from benchmarks import memory, predicted
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")]
 MIB = 2**20
@@ -31,6 +32,24 @@ def test_a_peak_outlives_the_memory_that_made_it() -> None:
     code = "from tests.benchmarks.test_memory import peak_of_a_block; print(peak_of_a_block())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == pytest.approx(64 * MIB, abs=8 * MIB)
+
+
+def peaks_before_and_after() -> tuple[int, int]:
+    """Bytes of the peak while a block was there, and of that which begins after it is gone."""
+    predicted._running.append(SimpleNamespace(parts=SimpleNamespace(link=None)))  # type: ignore[arg-type]
+    block = torch.ones(256 * MIB, dtype=torch.uint8)
+    before = memory.peak_pss()
+    del block
+    predicted.begin_anew()
+    return before, memory.peak_pss()
+
+
+@pytest.mark.fast
+def test_a_peak_begins_anew() -> None:
+    code = "from tests.benchmarks.test_memory import peaks_before_and_after; print(*peaks_before_and_after())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before - after == pytest.approx(256 * MIB, abs=16 * MIB)
 
 
 @pytest.mark.fast
