@@ -190,7 +190,7 @@ def groups_of(world: World, fresh: bool = False) -> Reaches | None:
     if known is not None and known.get("carrier") == world.everyone.transports[kind_of(world.device)].carrier:
         with suppress(KeyError, TypeError):
             return Reaches.from_wire(known)
-    log.info("measuring what groups of these ranks reach, once a month: it takes about a second")
+    log.info("measuring what groups of these ranks reach, once a month: it takes a few seconds")
     found = measure_reaches(world)
     if world.rank == 0:
         keep(key, found.to_wire())
