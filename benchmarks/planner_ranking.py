@@ -37,7 +37,7 @@ from benchmarks.targets import Target, judge, print_targets
 from shoal.comm import Reaches
 from shoal.planner.cluster import Cluster
 from shoal.planner.measure import here
-from shoal.planner.task import Estimate, spoken
+from shoal.planner.task import Choice, Estimate, spoken
 
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
@@ -171,18 +171,9 @@ def one_set(
     }
 
 
-def _key(each: Estimate) -> tuple[Any, ...]:
-    choice = each.choice
-    return (
-        choice.spread,
-        choice.microbatch,
-        choice.zero,
-        choice.shard,
-        choice.recompute,
-        choice.schedule,
-        choice.chunks,
-        choice.offload,
-    )
+def _key(each: Estimate) -> Choice:
+    """The plan, without what prices find of it."""
+    return replace(each.choice, stages=(), shares=())
 
 
 def targets() -> list[Target]:
