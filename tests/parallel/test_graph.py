@@ -122,6 +122,11 @@ def trained(world, plan: dict, rules: dict[str, str] | None = None, factory=Mode
     return losses, state, layers
 
 
+def rows_of(layers: str) -> list[str]:
+    """The lines of a table of layers, with one blank between columns."""
+    return [" ".join(line.split()) for line in layers.splitlines()]
+
+
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "dp": 2, "zero": 3}])
 def test_a_model_without_rules_is_cut_and_trains_as_on_one_process(plan):
     alone, buffers, _ = simulate_world(1, trained, {})[0]
@@ -129,7 +134,7 @@ def test_a_model_without_rules_is_cut_and_trains_as_on_one_process(plan):
         assert losses == pytest.approx(alone, rel=1e-9)
         for name, value in buffers.items():
             assert torch.allclose(state[name].double(), value.double(), rtol=1e-9), name
-        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        rows = rows_of(layers)
         assert "blocks.*.qkv column 48 x 8 24 x 8" in rows and "blocks.*.norm inside 4 4" in rows
         assert (
             "picture.each part 12 x 1 x 3 x 3 6 x 1 x 3 x 3" in rows
@@ -225,7 +230,7 @@ def test_dropouts_of_what_is_cut_drop_what_one_process_drops():
     alone = simulate_world(1, trained, {}, None, Dropping)[0][0]
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Dropping):
         assert losses == pytest.approx(alone, rel=1e-9)
-        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        rows = rows_of(layers)
         assert "body.self_attn multihead 24 x 8 12 x 8" in rows and "body.linear2 row 8 x 8 8 x 4" in rows
 
 
@@ -281,7 +286,7 @@ def test_a_plan_of_transformers_that_names_no_norm_of_heads_gives_way_to_the_gra
     alone = simulate_world(1, trained, {}, None, factory)[0][0]
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, factory):
         assert losses == pytest.approx(alone, rel=1e-6)  # norms are fp32 inside
-        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        rows = rows_of(layers)
         assert any("self_attn.q_proj column 16 x 16 8 x 16" in row for row in rows), layers
     assert cuts_of(build(from_config({**COHERE, "use_qk_norm": False}), 0).module, 2, None).found is None
 
@@ -359,7 +364,7 @@ def test_what_is_tied_beside_a_part_that_is_looked_at_alone_stays_whole():
     alone = simulate_world(1, trained, {}, None, Fixed)[0][0]
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Fixed):
         assert losses == pytest.approx(alone, rel=1e-9)
-        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        rows = rows_of(layers)
         assert "body.* column 16 x 8 8 x 8" in rows and "head whole 31 x 8 31 x 8" in rows
         assert "body.* whole 31 x 8 31 x 8" in rows
 
@@ -394,7 +399,7 @@ def test_what_a_part_that_is_looked_at_alone_does_not_use_stays_whole():
     alone = simulate_world(1, trained, {}, None, Looking)[0][0]
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Looking):
         assert losses == pytest.approx(alone, rel=1e-9)
-        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        rows = rows_of(layers)
         assert "layer.up column 16 x 8 8 x 8" in rows and "layer.norm whole 8 8" in rows
         assert "layer.norm stays whole: it is not used on the inputs on which the model was tried" in layers
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
+from tests.pipeline.running import losses_of
 
 
 class Experts(nn.Module):
@@ -89,12 +89,7 @@ def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
 def losses(world: Any, model: Any, plan: dict[str, Any]) -> list[float]:
     draw = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(8, generator=draw), "y": torch.randn(8, generator=draw)} for _ in range(16)]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    engine = Engine(model, squares, sgd, Plan(**plan), global_batch=8, microbatch=4, world=world)
-    try:
-        return [float(engine.step(batch).loss) for batch in engine.batches(rows, steps=2)]
-    finally:
-        engine.close()
+    return losses_of(world, model, squares, rows, plan, 8)
 
 
 @pytest.mark.parametrize("mixture", [Experts, SomeExperts])

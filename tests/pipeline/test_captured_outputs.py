@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
+from tests.pipeline.running import losses_of
 
 IMAGE = 1
 """The id in whose places the four patches of an image come."""
@@ -43,12 +42,7 @@ def losses(world: Any, plan: dict[str, Any]) -> list[float]:
         }
         for _ in range(8)
     ]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    engine = Engine(llava, next_token, sgd, Plan(**plan), global_batch=4, microbatch=2, world=world)
-    try:
-        return [float(engine.step(batch).loss) for batch in engine.batches(rows, steps=2)]
-    finally:
-        engine.close()
+    return losses_of(world, llava, next_token, rows, plan, 4)
 
 
 TOWER, TEXT = "model.vision_tower", "model.language_model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
+from tests.pipeline.running import losses_of
 
 WIDTH = 8
 
@@ -78,12 +77,7 @@ def trained(world: Any, make: Any, ready: bool, plan: dict[str, Any]) -> list[fl
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = make()
-    engine = Engine(model, squares, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=4, microbatch=2,
-                    world=world)  # fmt: skip
-    try:
-        return [engine.step(batch).loss for batch in engine.batches(rows, steps=2)]
-    finally:
-        engine.close()
+    return losses_of(world, model, squares, rows, plan, 4)
 
 
 @pytest.mark.parametrize("ready", [False, True])
