@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.comm.world import World
-from shoal.device import kind_of, synchronize
+from shoal.device import is_accelerator, kind_of, synchronize
 
 SIZES = (2**12, 2**16, 2**20)
 """Bytes of the tensors that are timed, in this order."""
@@ -199,17 +199,15 @@ def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int
 def _between(everyone: Group, device: torch.device) -> Callable[[Callable[[Tensor], object], float], float]:
     """Returns what measures by how many seconds a call with the smallest tensor takes longer, on the slowest rank, if
     all ranks compute between calls, given its seconds where they do not; 0 on an accelerator, whose calls queue."""
-    if everyone.size == 1 or device.type != "cpu":
+    if everyone.size == 1 or is_accelerator(device):
         return lambda call, alone: 0.0
-    one, other = (torch.randn(WIDTH, WIDTH) for _ in range(2))
-    tensor = torch.zeros(SIZES[0] // 4)
+    compute, tensor = _computing(device), torch.zeros(SIZES[0] // 4)
 
     def turns(products: int, call: Callable[[Tensor], object] | None = None) -> float:
         everyone.barrier()
         began = time.perf_counter()
         for _ in range(TURNS):
-            for _ in range(products):
-                torch.mm(one, other)
+            compute(products)
             if call is not None:
                 call(tensor)
         everyone.barrier()
@@ -224,6 +222,17 @@ def _between(everyone: Group, device: torch.device) -> Callable[[Callable[[Tenso
         return max(0.0, (both - computing) / TURNS - alone)
 
     return later
+
+
+def _computing(device: torch.device) -> Callable[[int], None]:
+    """Returns what computes so many products."""
+    one, other = (torch.randn(WIDTH, WIDTH, device=device) for _ in range(2))
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(one, other)
+
+    return compute
 
 
 def _timed(everyone: Group, device: torch.device, call: Callable[[Tensor], object], tensor: Tensor) -> float:
@@ -243,14 +252,12 @@ def _contention(world: World) -> float:
     group, device = world.everyone, world.device
     if group.size == 1:
         return 0.0
-    lane, tensor = world.lane(), torch.zeros(SIZES[-1] // 4, device=device)
-    one, other = (torch.randn(WIDTH, WIDTH, device=device) for _ in range(2))
+    lane, tensor, compute = world.lane(), torch.zeros(SIZES[-1] // 4, device=device), _computing(device)
 
     def products(number: int) -> float:
         synchronize(device)
         began = time.perf_counter()
-        for _ in range(number):
-            torch.mm(one, other)
+        compute(number)
         synchronize(device)
         return time.perf_counter() - began
 

@@ -42,7 +42,7 @@ def answer(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
 
 
 def _searched(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
-    """As `answer`. Raises Untraced for a model that cannot be traced."""
+    """Returns what `answer` does of a model that can be traced; raises Untraced for another."""
     if not settled.job.auto.wanted and small and (why := stays(settled, cluster)) is not None:
         return [None, None, None, why]
     chosen = asked(settled, cluster)

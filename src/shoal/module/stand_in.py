@@ -66,8 +66,8 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def forget_parts(module: nn.Module) -> None:
     """Lets go of the weights of the parts that other stages have: shape and dtype alone are kept."""
     known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for stand_in in module.modules():
-        for part in stand_in.__dict__["_part"].modules() if isinstance(stand_in, StandIn) else ():
+    for stand_in in (each for each in module.modules() if isinstance(each, StandIn)):
+        for part in stand_in.__dict__["_part"].modules():
             for name, weight in part._parameters.items():
                 if weight is None or weight.is_meta:
                     continue

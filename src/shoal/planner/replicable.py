@@ -17,6 +17,8 @@ from shoal.planner.task import Task
 def why_one_replica(subject: Subject, ranks: int) -> str:
     """Why `ranks` replicas of the model cannot keep its buffers as one process would (their values decide what a
     forward computes, as those of spectral_norm do), from a forward on fake tensors; "" if they can."""
+    if ranks == 1:
+        return ""
     subject = replace(subject, plan=Plan(), rank=0)
     with in_one_line(), prepared(build_blank(subject.factory), subject) as ready:
         buffers = OtherBuffers(ready.local.module, ranks, averages=False, whole_shares="")
