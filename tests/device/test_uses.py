@@ -12,7 +12,7 @@ from tests.device.simulator import simulate_ranks, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-ON_ONE_AND_TWO = ("evaluation", "generation", "plans_in_turn", "there_and_back", "streamed")
+ON_ONE_AND_TWO = ("evaluation", "generation", "plans_in_turn", "there_and_back", "streamed", "streamed_where_faster")
 ON_ONE_AND_TWO += ("without_a_fused_kernel", "not_finite")
 ALGORITHMS = (
     {"name": "bf16"},

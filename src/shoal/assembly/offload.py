@@ -46,6 +46,7 @@ class Offload:
         assert allowed is not None
         self.allowed, self._device, self._group, self._everyone = allowed, device, group, everyone
         self._ledger = ledger
+        self._streams: bool | None = None
         self.tier = Tier("plan.memory.device", allowed.device, device, ledger=ledger)
         self.host = Tier("plan.memory.host", allowed.host, ledger=ledger)
         self.home = Private(torch.device("cpu"), pinned=is_accelerator(device))
@@ -63,12 +64,15 @@ class Offload:
     def narrow_gradients(
         self, given: Precision, factory: OptimizerFactory, options: list[dict[str, Any]], once: bool
     ) -> Precision:
-        """Gradients go to the host as bf16 where that loses nothing: autograd gives such, and of a single rank, where
-        they come `once` a step, nothing is added to them."""
+        """Gradients go to the host as bf16 where that loses nothing: autograd gives such, of a single rank, where they
+        come `once` a step, nothing is added to them, and the host's kernel takes them as they are."""
         exact = once and self._group.size == 1 and given.model == torch.bfloat16
-        if exact and self.allowed.update != "streamed" and updates_on_host(factory, options):
-            return replace(given, grad=given.model)
-        return given
+        if not exact or not updates_on_host(factory, options):
+            return given
+        may_stream = self.allowed.disk is None and given.keep == "whole"
+        if may_stream and self._prefers_device(state_keys(factory, options, given.master)):
+            return given
+        return replace(given, grad=given.model)
 
     def pages(
         self, chunks: Sequence[Chunk], factory: OptimizerFactory, options: list[dict[str, Any]], precision: Precision
@@ -121,8 +125,18 @@ class Offload:
             )
         if asked != "auto" or not is_accelerator(self._device):
             return "at once" if asked == "auto" else asked
-        faster = able and streams(link_rate(self._device), host_seconds(), 4 * (1 + len(self._keys)))
-        return "streamed" if self._everyone.broadcast_object(faster) else "deferred"
+        faster = self._prefers_device(self._keys)
+        return "streamed" if self._everyone.broadcast_object(able and faster) else "deferred"
+
+    def _prefers_device(self, keys: Sequence[str]) -> bool:
+        """Whether masters and the state under `keys` go through the device for their update, where they can: asked for,
+        or measured, once. A collective call."""
+        if self.allowed.update != "auto" or not is_accelerator(self._device):
+            return self.allowed.update == "streamed"
+        if self._streams is None:
+            faster = streams(link_rate(self._device), host_seconds(), 4 * (1 + len(keys)))
+            self._streams = bool(self._everyone.broadcast_object(faster))
+        return self._streams
 
     def use_the_device(self, chunks: Sequence[Chunk], gather: Gather, optimizer: ChunkOptimizer) -> bool:
         """Once, after the first step: what it left of the device's memory gets what is updated, with its weights, as
