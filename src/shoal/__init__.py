@@ -93,9 +93,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version  # a fifth of what `shoal --help` takes, and seldom asked for
-
-        return version("shoal")
+        return import_module("shoal.report.versions").own_version()
     if name == "lr":
         return import_module("shoal.optim.lr")
     if name not in _HOME:

@@ -30,6 +30,7 @@ from shoal.launch import launch
 from shoal.launch.process import usable_cores
 from shoal.launch.scratch import scratch
 from shoal.report import units
+from shoal.report.versions import own_version
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -85,7 +86,7 @@ def _versions() -> list[Check]:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     old = found < OLDEST_TORCH
     checks = [
-        Check("shoal", "OK", f"{version('shoal')} on Python {sys.version.split()[0]}"),
+        Check("shoal", "OK", f"{own_version()} on Python {sys.version.split()[0]}"),
         Check("torch", "FAIL" if old else "OK", torch.__version__, "install torch 2.11 or newer" if old else ""),
     ]
     missing = [name for name in OPTIONAL if _missing(name)]

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from shoal.jobs.timeline import Recording
 from shoal.jobs.trying import Trying
 from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecord
+from shoal.report.versions import versions
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class Attempt:
             host=world.host,
             device=hardware_name(world.device) or f"CPU ({platform.machine()})",
             world=world.size,
-            versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
+            versions=versions(),
             parameters=sum(math.prod(layout.shape) for layout in self.engine.layouts.values()),
             peak_flops=peak,
             config=describe(self.job, self.settled.origins),

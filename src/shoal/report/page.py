@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from .replace import replace_text
 from .result import summarize
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 from .timeline_figure import WORDS, bar_colours, timeline_chart
+from .versions import own_version
 
 TIMELINE_STEPS = 3
 SAMPLES = 6
@@ -84,7 +84,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         server=records.servers[-1] if records.servers else None,
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
-        version=version("shoal"),
+        version=own_version(),
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
     )

@@ -7,11 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from shoal.comm import World
@@ -35,6 +33,7 @@ from shoal.jobs.write import origin_table, write_resolved
 from shoal.optim.groups import decay_matrices_only
 from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecord
+from shoal.report.versions import versions
 
 
 def recipe_of(dealt: Dealt) -> Recipe:
@@ -153,7 +152,7 @@ def _run_record(dealt: Dealt, trains: Federation) -> RunRecord:
         host=platform.node(),
         device=hardware_name(device) or f"CPU ({platform.machine()})",
         world=1,
-        versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
+        versions=versions(),
         parameters=trains.flat.weights,
         peak_flops=0.0,
         config=describe(dealt.settled.job, dealt.settled.origins),

@@ -7,11 +7,8 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shoal.comm import World
 from shoal.data import Cursor
@@ -37,6 +34,7 @@ from shoal.launch.identity import Identity
 from shoal.launch.local import signals
 from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecord, last_recorded
+from shoal.report.versions import versions
 from shoal.server import ParameterServer
 from shoal.server.keeping import Dealt, Keeping
 from shoal.server.part import Part
@@ -203,7 +201,7 @@ class _Serving:
             host=world.host,
             device=hardware_name(world.device) or f"CPU ({platform.machine()})",
             world=self._workers,
-            versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
+            versions=versions(),
             parameters=parameters,
             peak_flops=0.0,
             config=describe(self._job, self._settled.origins),
