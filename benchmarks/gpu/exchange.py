@@ -151,6 +151,9 @@ def time_codec(name: str, device: str, mebibytes: int, rounds: int) -> dict[str,
 
 def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from (check_codec(name, arguments.device) for name in CODECS)
+    torch.linalg.qr(
+        torch.eye(2, device=arguments.device)
+    )  # torch loads what it needs for it once, and not by two threads
     yield from (check_algorithm(name, arguments.device) for name in ALGORITHMS)
     if torch.cuda.device_count() >= RANKS:
         yield from check_nccl()
