@@ -36,17 +36,18 @@ from shoal.comm.simulation import simulate_world
 from shoal.models import GPT, GPTConfig, causal_lm
 
 SMALL = GPTConfig(vocab_size=61, sequence=32, layers=4, d_model=64, heads=4, dropout=0.1)
+# Each says how it updates: left to itself an engine measures what is faster, and the last bits depend on that.
 PLANS: dict[str, dict[str, Any]] = {
-    "weights and state on the host": {"memory": {}},
     "updates at once": {"memory": {"update": "at once"}},
     "deferred updates": {"memory": {"update": "deferred"}},
-    "activations on the host": {"memory": {"activations": 1.0}},
-    "recompute": {"memory": {}, "recompute": "full"},
+    "streamed updates": {"memory": {"update": "streamed"}},
+    "activations on the host": {"memory": {"update": "at once", "activations": 1.0}},
+    "recompute": {"memory": {"update": "deferred"}, "recompute": "full"},
     "dp": {"dp": 2},
     "topk": {"dp": 2, "exchange": {"name": "topk", "ratio": 0.1}},
     "zero 2": {"dp": 2, "zero": 2},
     "zero 3": {"dp": 2, "zero": 3},
-    "zero 3 on the host": {"dp": 2, "zero": 3, "memory": {}},
+    "zero 3 on the host": {"dp": 2, "zero": 3, "memory": {"update": "deferred"}},
     "1f1b": {"pp": 2},
 }
 BUSY_CYCLES = 4_000_000
