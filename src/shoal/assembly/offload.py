@@ -18,7 +18,7 @@ from shoal.chunks import Buffer, Chunk, Gather, Tier, budget
 from shoal.chunks.allocate import Private
 from shoal.comm import Group
 from shoal.comm.ledger import Ledger
-from shoal.device import is_accelerator, new_stream, on_stream, synchronize
+from shoal.device import forget_most_allocated, is_accelerator, new_stream, on_stream, synchronize
 from shoal.errors import StorageError, UserError
 from shoal.optim.fused.host_adam import adam_update
 from shoal.optim.groups import OptimizerFactory, state_keys, updates_on_host
@@ -125,8 +125,9 @@ class Offload:
             )
         if asked != "auto" or not is_accelerator(self._device):
             return "at once" if asked == "auto" else asked
-        faster = self._prefers_device(self._keys)
-        return "streamed" if self._everyone.broadcast_object(able and faster) else "deferred"
+        if not all(self._everyone.all_gather_object(able)):
+            return "deferred"
+        return "streamed" if self._prefers_device(self._keys) else "deferred"
 
     def _prefers_device(self, keys: Sequence[str]) -> bool:
         """Whether masters and the state under `keys` go through the device for their update, where they can: asked for,
@@ -187,6 +188,7 @@ def link_rate(device: torch.device) -> float:
             down.copy_(back, non_blocking=True)
         synchronize(device)
         best = min(best, time.perf_counter() - started)
+    forget_most_allocated(device)  # the trial is no part of a run's peak
     return up.nbytes / best
 
 

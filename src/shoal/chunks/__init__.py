@@ -2,7 +2,7 @@
 
 from shoal.chunks.adopt import adopt, move
 from shoal.chunks.assign import ChunkKey, assign
-from shoal.chunks.buffer import Buffer, sum_of_squares
+from shoal.chunks.buffer import Buffer, norms, sum_of_squares
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.exact import value_of
 from shoal.chunks.executor import Executor
@@ -31,6 +31,7 @@ __all__ = [
     "budget",
     "flat_views",
     "move",
+    "norms",
     "search",
     "sum_of_squares",
     "value_of",

@@ -111,12 +111,17 @@ class Buffer:
         return pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]
 
 
-def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Exact sum (see `exact`) of the squared norms of `pieces`, as a row of digits on `device`."""
+def norms(pieces: Sequence[Tensor]) -> Tensor:
+    """Norms of `pieces`, 1-D, where they are; in at least fp32."""
     if not pieces:
-        return torch.zeros(DIGITS, dtype=torch.float64, device=device)
+        return torch.empty(0)
     if pieces[0].dtype == torch.bfloat16:  # norms of it would be rounded to bf16
-        norms = [torch.linalg.vector_norm(piece.float()) for piece in pieces]
-    else:
-        norms = list(torch._foreach_norm(list(pieces)))
-    return exact_sum(torch.stack(norms).double().square()).to(device)
+        return torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces])
+    return torch.stack(torch._foreach_norm(list(pieces)))
+
+
+def sum_of_squares(found: Tensor, device: torch.device) -> Tensor:
+    """Exact sum (see `exact`) of the squares of the `norms` that were `found`, as a row of digits on `device`."""
+    if not len(found):
+        return torch.zeros(DIGITS, dtype=torch.float64, device=device)
+    return exact_sum(found.double().square()).to(device)

@@ -20,7 +20,7 @@ def exact_sum(values: Tensor) -> Tensor:
     finite = values.isfinite()
     rest = torch.where(finite, values, 0.0)
     digit = (torch.frexp(rest).exponent.long() - 1 - LOWEST).div(BITS, rounding_mode="floor").clamp(0, DIGITS - 1)
-    weights = _weights(values.device)
+    weights = weights_of(values.device)
     row = values.new_zeros(DIGITS)
     for _ in range(3):  # 53 bits lie in at most three digits
         unit = weights[digit]
@@ -32,11 +32,12 @@ def exact_sum(values: Tensor) -> Tensor:
 
 def value_of(row: Tensor) -> Tensor:
     """Rounds the sum that `row` stands for to fp64 (0-dim)."""
-    return (row * _weights(row.device)).sum()
+    return (row * weights_of(row.device)).sum()
 
 
-def _weights(device: torch.device) -> Tensor:
-    """What a digit of each place counts; made once, and once more for each mode whose tensors are fake."""
+def weights_of(device: torch.device) -> Tensor:
+    """What a digit of each place counts; made once, and once more for each mode whose tensors are fake. Who counts the
+    memory of a step asks for it before."""
     fakes = active_fake_mode()
     known = _made if fakes is None else vars(fakes).setdefault("_shoal_weights_of_digits", {})
     if device not in known:

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk, Slot, sum_of_squares, weakly
+from shoal.chunks import Chunk, Slot, norms, weakly
+from shoal.chunks.exact import weights_of
 from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
@@ -29,7 +31,7 @@ class Reducer:
     """Watches each parameter's gradient; hands over a chunk when all its parameters are in and it is at the front.
 
     - `touched[name]`: whether any backward of this step reached the parameter on this rank
-    - `squares`: where the chunks hold the group's sum, the exact sums of squares of this rank's part of each chunk,
+    - `norms`: where the chunks hold the group's sum, those of the pieces of this rank's part of all chunks (1-D, fp64),
       taken on the lane while the chunk is still in the cache: the ranks share that work
     - `rows[name]`: rows of a sparse chunk's gradient that are not zero, None for all
     - `arrivals`: parameters in the order in which the last backward completed them
@@ -48,7 +50,7 @@ class Reducer:
         self._borrowing = {slot.name for chunk in self._chunks if chunk.borrows for slot in chunk.slots}
         self.touched: dict[str, bool] = {}
         self.rows: dict[str, Tensor | None] = {}
-        self.squares: list[Tensor] = []
+        self.norms = torch.empty(0)
         self.arrivals: list[str] = []
         self._armed = self._reduces = self._sums = False
         self._own_mean = torch.ones(())
@@ -69,9 +71,11 @@ class Reducer:
                 self.touched[slot.name] = False
                 hook = partial(arrived, index, slot)
                 self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
-        sharers = [algorithm.partners_of(chunk) for chunk in self._chunks]
-        pieces = [chunk.norm_pieces(group.rank, group.size) for chunk, group in zip(self._chunks, sharers, strict=True)]
-        self._pieces = pieces
+        pairs = [(chunk, algorithm.partners_of(chunk)) for chunk in self._chunks]
+        self._pieces = [chunk.norm_pieces(group.rank, group.size) for chunk, group in pairs]
+        self._ends = list(accumulate(map(len, self._pieces)))
+        self._device = self._chunks[0].data.device if self._chunks else torch.device("cpu")
+        weights_of(self._device)  # a budget's first step is to find them there
 
     def detach(self) -> None:
         """Stops watching: another reducer takes over."""
@@ -96,7 +100,7 @@ class Reducer:
                 clear(chunk.slots[0].view(chunk.gradient), self.rows.get(chunk.slots[0].name))
         self.rows = {chunk.slots[0].name: torch.empty(0, dtype=torch.int64) for chunk in self._chunks if chunk.sparse}
         self.touched = dict.fromkeys(self.touched, False)
-        self.squares = [sum_of_squares([], chunk.data.device) for chunk in self._chunks]
+        self.norms = torch.zeros(self._ends[-1] if self._ends else 0, dtype=torch.float64, device=self._device)
         holds = self._algorithm.holds(step)
         self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
         self._round, self._rounds = 0, microbatches if self._gradient_pool is not None else 1
@@ -257,7 +261,12 @@ class Reducer:
         elif self._reduces:
             self._algorithm.reduce(chunk, self._own_mean)
         if self._sums:
-            self.squares[index] = sum_of_squares(self._pieces[index], chunk.data.device)
+            self._note_norms(index, self._pieces[index])
+
+    def _note_norms(self, index: int, pieces: Sequence[Tensor]) -> None:
+        """Puts the norms of a chunk's `pieces` at their place among those of all."""
+        if pieces:
+            self.norms[self._ends[index] - len(pieces) : self._ends[index]].copy_(norms(pieces))
 
     def _sum_beside(self, chunk: Chunk) -> None:
         """Sums gradients of parameters that ranks of a cut model share, each having those of its tokens only."""
@@ -287,5 +296,5 @@ class Reducer:
         else:
             home.add_(new)
         if last:
-            self.squares[index] = sum_of_squares(pieces, chunk.data.device)
+            self._note_norms(index, pieces)
         self._gradient_pool.end(turn, new.nbytes if chunk.passes else 0)

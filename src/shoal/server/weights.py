@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.optimizer_state import optimizer_extra
-from shoal.chunks import sum_of_squares
+from shoal.chunks import norms, sum_of_squares
 from shoal.chunks.exact import value_of
 from shoal.comm import World
 from shoal.comm.reductions import finish
@@ -152,7 +152,7 @@ class Weights:
     def squares(self) -> Tensor:
         """Returns the squared norm of the mean, as an exact sum (see chunks.exact)."""
         pieces = [piece for chunk in self._chunks if chunk.trainable for piece in chunk.norm_pieces()]
-        whole = sum_of_squares(pieces, self.engine.device)
+        whole = sum_of_squares(norms(pieces), self.engine.device)
         return torch.stack([whole, *(table.squares() for table in self.tables)]).sum(0)
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk, sum_of_squares
+from shoal.chunks import Chunk, norms, sum_of_squares
 from shoal.exchange import Algorithm, Holds
 from shoal.parallel.layout import Layout
 from shoal.training.norms import ClipRule, clip_by, norms_by_name
@@ -116,7 +116,7 @@ class Clip:
         everywhere = [
             piece for chunk in chunks if not (chunk.is_cut or chunk.spec.variant) for piece in chunk.norm_pieces()
         ]
-        whole, cut = (sum_of_squares(pieces, self._device) for pieces in (everywhere, parts))
+        whole, cut = (sum_of_squares(norms(pieces), self._device) for pieces in (everywhere, parts))
         if apart:
             cut = self._groups.partners.all_reduce(cut, purpose="norm")
         return self._groups.squared_norm(whole + cut)

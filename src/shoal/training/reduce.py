@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shoal.chunks import sum_of_squares
@@ -73,10 +72,9 @@ class Reduce:
     def finish(self) -> Reduced:
         """Hands over what is left, and waits until all has come."""
         self._reducer.finish()
-        nothing = sum_of_squares([], self._forward.randomness.device)
-        record_use(*self._reducer.squares)  # they were made on the lane's stream
-        squares = torch.stack([nothing, *self._reducer.squares]).sum(0)
-        return Reduced(squares, self._reducer.touched)
+        found = self._reducer.norms
+        record_use(found)  # it may be given up on another stream
+        return Reduced(sum_of_squares(found, self._forward.randomness.device), self._reducer.touched)
 
 
 class ReduceAside(Reduce):
