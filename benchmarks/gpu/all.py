@@ -1,6 +1,6 @@
 """Everything that a GPU can show, in the order of worth, within a time.
 
-    python3 -m benchmarks.gpu.all [--minutes 9] [--device cuda] [--tiny] [--results DIRECTORY]
+    PYTHONPATH=src:. python3 -m benchmarks.gpu.all [--minutes 9] [--device cuda] [--tiny] [--results DIRECTORY]
 
 Parity with the CPU first, then races between streams, then memory errors of kernels (compute-sanitizer, where it is
 installed), then every benchmark. Each is a process with a time limit of its own and writes its record as it goes, so
@@ -74,6 +74,8 @@ JOBS = (
     Job("exchange", 30, (*TIMES, "--mebibytes", "256"), (*TIMES, "--mebibytes", "1", "--rounds", "1")),
     Job("server", 30, TIMES, (*TIMES, "--mebibytes", "1", "--rounds", "1", "--rows", "70000")),
     Job("train", 150, (*TIMES, "--preset", "1.3b"), (*LITTLE, "--tokens", "128", "--no-compile")),
+    Job("planner", 120, (*TIMES, "--preset", "350m"),
+        (*TIMES, "--preset", "1m", "--tokens", "512", "--steps", "12", "--kinds", "plain")),
     Job("offload", 200, (*TIMES, "--preset", "1.3b", "--only", "largest"),
         (*TIMES, "--preset", "1m", "--steps", "1", "--tokens", "128", "--only", "rates", "--mebibytes", "1")),
 )  # fmt: skip

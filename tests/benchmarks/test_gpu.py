@@ -10,14 +10,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import exchange, offload, peers, pipeline, races, rates, records, train
+from benchmarks.gpu import exchange, offload, peers, pipeline, planner, races, rates, records, train
 from benchmarks.gpu.all import JOBS, Job, run_all
 from shoal.exchange.named import ALGORITHMS
+from shoal.jobs.read import load_job
 from shoal.models import GPTConfig
 from shoal.planner import Machine
 
@@ -275,6 +277,14 @@ def test_the_largest_model_is_trained():
     assert len(found["losses"]) == 2
     with pytest.raises(ValueError, match="nothing of this family fits"):
         offload.largest_model("1m", 1, "cpu", Machine(2**10), most=2)
+
+
+@pytest.mark.parametrize("kind", planner.KINDS)
+def test_jobs_of_the_planner_are_what_shoal_reads(tmp_path, kind):
+    case = planner.Case("1m", kind, tmp_path / "case")
+    job, _ = load_job(case.write(tokens=512, steps=3))
+    assert (job.train.steps, job.train.global_batch, Path(job.run.dir)) == (3, 2, case.run_dir)
+    assert (job.plan.compile, job.plan.recompute) == (kind == "compiled", "full" if kind == "full" else "none")
 
 
 def test_groups_of_training_are_measured():
