@@ -43,6 +43,7 @@ def test_a_machine_by_hand():
     )
     assert [(fit.memory, fit.needed) for fit in found.fits] == [("host memory", 2 * own)]
     assert found.free == 64 * MIB - 2 * own
+    assert found.lacking(own) == "" and found.lacking(own - 1) == f"a dry run counts {own / MIB:.2f} MiB"
     shared = predicted(Plan(dp=2, zero=1), Machine(64 * MIB, None, 2))
     weights = next(row for row in shared.need.rows if row.role == "weights")
     assert weights.sharers == 2 and shared.need.total("device", 2) == 2 * shared.need.total("device") - weights.nbytes

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal import units
 from shoal.cli.answer_stages import shares_said, stage_table
 from shoal.cli.layer_table import layer_lines
 from shoal.cli.memory_table import spoken
@@ -24,7 +25,6 @@ from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import Explanation, explain, why_not
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
-from shoal.report import units
 
 WAYS = {
     "parts": "tensor parallelism",

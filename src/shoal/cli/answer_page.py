@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
+from shoal import units
 from shoal.cli.answer_drawing import (
     BAR,
     COLOURS,
@@ -32,7 +33,6 @@ from shoal.pipeline import Costs, schedule_of, simulate
 from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
-from shoal.report import units
 from shoal.report.replace import replace_text
 
 MOST_RANKS, MOST_ACTIONS = 16, 24

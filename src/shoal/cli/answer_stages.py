@@ -7,9 +7,9 @@ from itertools import groupby
 
 from rich.table import Table
 
+from shoal import units
 from shoal.module.chosen_blocks import as_ranges
 from shoal.planner.task import Estimate
-from shoal.report import units
 
 WAYS = {"full": "all computed again", "selective": "but products and attention", "none": "kept"}
 

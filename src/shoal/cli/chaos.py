@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from shoal import units
 from shoal.chaos.faults import KINDS, Schedule, drawn, read_schedule
 from shoal.chaos.perform import Outcome, Row, Setting, perform
 from shoal.elastic.events import node_limits
 from shoal.errors import UserError
 from shoal.jobs.read import load_job
-from shoal.report import units
 
 
 def rehearse(

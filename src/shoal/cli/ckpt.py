@@ -22,9 +22,9 @@ def list_checkpoints(
 ) -> None:
     """Lists the checkpoints of a directory, judged by the sizes of their files."""
     with imports():
+        from shoal import units
         from shoal.checkpoint import listing
         from shoal.errors import UserError
-        from shoal.report import units
 
     rows = listing(checkpoints_of(directory))
     if not rows:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal import units
 from shoal.jobs.compare import Compared, Comparison, compare
-from shoal.report import units
 
 
 def show_compared(run_dir: Path, keep: bool, as_json: bool) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from shoal import units
 from shoal.chaos.nodes import Cluster, ended
 from shoal.chaos.watch import Over, Watch
 from shoal.errors import UserError
 from shoal.jobs.lock import refuse_if_taken
 from shoal.jobs.read import load_job
-from shoal.report import units
 from shoal.report.events import evaluation_text
 from shoal.report.metrics import EvalRecord, Record, SampleRecord, StepRecord, WarningRecord, read_metrics
 from shoal.report.progress import Progress, print_summary

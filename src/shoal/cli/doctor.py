@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal import native
+from shoal import native, units
 from shoal.cli.format_table import format_table, measure_formats
 from shoal.cli.link_table import link_table
 from shoal.comm import Link
@@ -29,7 +29,6 @@ from shoal.errors import ShoalError
 from shoal.launch import launch
 from shoal.launch.process import usable_cores
 from shoal.launch.scratch import scratch
-from shoal.report import units
 from shoal.report.versions import own_version
 
 GIB = 2**30

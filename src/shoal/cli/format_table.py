@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from rich.table import Table
 
+from shoal import units
 from shoal.device import measure_peak_flops, tf32
 from shoal.precision.formats import FORMATS, multiplies
-from shoal.report import units
 
 BAR = 12
 """Width of the longest bar in characters."""

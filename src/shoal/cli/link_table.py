@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from shoal import units
 from shoal.comm import Link
-from shoal.report import units
 
 BAR = 12
 """Width of the longest bar in characters."""

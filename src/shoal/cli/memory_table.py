@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from shoal import units
 from shoal.chunks.search import Candidate
 from shoal.cli.mesh_table import mesh_table, who_holds_what
 from shoal.jobs.forecast import needed
@@ -19,7 +20,6 @@ from shoal.jobs.plan import Answer, plan_memory
 from shoal.jobs.write import toml_key
 from shoal.plan import nbytes
 from shoal.planner import TIERS, Prediction, Row, changes
-from shoal.report import units
 
 NEAR = 4
 """Number of chunk sizes shown on either side of the chosen one."""

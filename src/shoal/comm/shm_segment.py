@@ -18,6 +18,7 @@ from itertools import count
 import torch.distributed as dist
 
 from shoal.comm.processes import process_table
+from shoal.units import size
 
 Meet = Callable[[str], list[str]]
 """Gives the texts of all ranks in rank order; each rank calls it with its own."""
@@ -107,7 +108,7 @@ def _offer(num_bytes: int, obstacle: str) -> _Offer:
     try:
         return _Offer("", process_table(), os.getpid(), nameless(num_bytes))
     except OSError as error:
-        return _Offer(f"rank 0 cannot have {num_bytes / 2**20:.1f} MiB of it ({error})")
+        return _Offer(f"rank 0 cannot have {size(num_bytes)} of it ({error})")
 
 
 def _map(offer: _Offer, num_bytes: int) -> mmap.mmap:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from shoal import units
 from shoal.comm import Reaches, World
 from shoal.device import any_device
 from shoal.errors import UserError, in_section
@@ -28,7 +29,6 @@ from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task, spoken
 from shoal.planner.untraced import without_trace
 from shoal.precision import precision
-from shoal.report import units
 
 
 def answer(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:

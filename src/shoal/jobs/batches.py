@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shoal import units
 from shoal.data import Batch
 from shoal.engine import Engine
 from shoal.jobs.drill import drilled
 from shoal.plan import Plan
-from shoal.report import units
 
 
 class Votes:

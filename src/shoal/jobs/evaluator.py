@@ -11,6 +11,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from shoal import units
 from shoal.checkpoint.directory import completed
 from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import World
@@ -23,7 +24,6 @@ from shoal.jobs.evaluate import Subsample, measure_of
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.stop import STOPPED
 from shoal.plan import Plan
-from shoal.report import units
 from shoal.report.evaluations import EVALUATIONS, read_evaluations
 from shoal.report.events import evaluation_text
 from shoal.report.metrics import EvalRecord, MetricsLog

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal import units
 from shoal.errors import in_section
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.jobs.choose import Settled, microbatches_of
@@ -25,7 +26,6 @@ from shoal.planner.cluster import Link
 from shoal.planner.measure import rates
 from shoal.planner.task import Numbers
 from shoal.precision import precision
-from shoal.report import units
 
 SMALL = 1 / 4
 """Share of a rank's memory that a job's state may take to be planned without a search."""

@@ -12,9 +12,10 @@ from typing import Any, TextIO
 
 import torch
 
+from shoal import units
 from shoal.errors import LaunchError
 from shoal.jobs.underway import shown_by
-from shoal.report import flops, units
+from shoal.report import flops
 from shoal.report.events import plan_text
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (

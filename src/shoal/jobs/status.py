@@ -11,8 +11,8 @@ from statistics import median
 
 import psutil
 
+from shoal import units
 from shoal.jobs.lock import Holder, holder_of
-from shoal.report import units
 from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecords
 

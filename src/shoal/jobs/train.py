@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from shoal import units
 from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import World
 from shoal.data import save_tokenizer
@@ -146,8 +147,7 @@ def make_directory(settled: Settled, world: World, engine: Engine) -> None:
             console.print(f"plan: {spoken(settled.job.plan.to_dict())} ({settled.why})", markup=False)
         console.print(kernels(engine), markup=False)
         if engine.parts.link is not None:
-            mebibytes = engine.parts.chunk_bytes / 2**20
-            chunks = f"{len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB"
+            chunks = f"{len(engine.parts.chunks)} chunks of about {units.size(engine.parts.chunk_bytes)}"
             console.print(f"gradients travel in {chunks} ({engine.parts.link})", markup=False)
         if settled.job.train.microbatch is None and engine.plan.pipelined:
             size, number = microbatches_of(settled.job)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import UserError
+from shoal.units import size
 
 
 def balance(
@@ -67,9 +68,7 @@ def balance(
         order = np.argsort(np.lexsort((np.arange(blocks + 1), order[previous])))
         most, squares = slowest, sums
     if math.isinf(most[blocks]):
-        raise UserError(
-            f"no cut into {stages} stages leaves each within {limit / 2**20:,.0f} MiB: take more stages, or recompute"
-        )
+        raise UserError(f"no cut into {stages} stages leaves each within {size(limit)}: take more stages, or recompute")
     cuts = [blocks]
     for previous in reversed(came_from):
         cuts.append(int(previous[cuts[-1]]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shoal import units
 from shoal.assembly.compatibility import check_exchange
 from shoal.chunks import budget, search
 from shoal.chunks.search import Choice
@@ -79,8 +80,8 @@ class Prediction:
         if GPU not in fits:
             nbytes += self.need.total("host")
         elif fits[HOST].free < 0:
-            return f"a dry run counts {fits[HOST].needed / 2**30:,.1f} GiB of a host"
-        return f"a dry run counts {nbytes / 2**30:,.1f} GiB" if nbytes > most else ""
+            return f"a dry run counts {units.size(fits[HOST].needed)} of a host"
+        return f"a dry run counts {units.size(nbytes)}" if nbytes > most else ""
 
 
 def predict(

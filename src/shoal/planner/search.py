@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import product
 
+from shoal import units
 from shoal.assembly.compatibility import check_exchange
 from shoal.errors import UserError
 from shoal.plan import option_name, option_parameters
@@ -223,15 +224,11 @@ def search(task: Task) -> Found:
         near = found.nearest
         raise UserError(
             f"no plan fits: the one that needs least, {spoken(near.choice.plan(task.pins).to_dict())} with "
-            f"microbatches of {near.choice.microbatch}, takes {_size(near.bytes)} of a rank, which may use "
-            f"{_size(task.most)}. Take more devices, or ones with more memory, a smaller model or shorter rows, or "
-            "free what is pinned"
+            f"microbatches of {near.choice.microbatch}, takes {units.size(near.bytes)} of a rank, which may use "
+            f"{units.size(task.most)}. Take more devices, or ones with more memory, a smaller model or shorter rows, "
+            "or free what is pinned"
         )
     return found
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.3g} MiB"
 
 
 def _no_degrees(task: Task) -> str:

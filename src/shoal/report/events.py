@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from . import units
+from shoal import units
+
 from .metrics import (
     CheckpointRecord,
     EndRecord,

@@ -9,11 +9,11 @@ from functools import partial
 
 from matplotlib.axes import Axes
 
+from shoal import units
 from shoal.errors import UserError
 from shoal.pipeline import Action, Costs, Kind, Schedule, check, simulate
 from shoal.pipeline.files import action_of
 
-from . import units
 from .drawing import BARS, PAPER, RULE, WIDE, Chart, draw_chart, write_names
 from .timeline import Span
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from . import units
+from shoal import units
+
 from .drawing import MUTED, PAPER, ROLES, SECOND, WIDE, Chart, draw_chart, write_names
 from .levels import MemoryTrace
 from .timeline import Span

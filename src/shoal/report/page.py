@@ -15,7 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from . import figures, units
+from shoal import units
+
+from . import figures
 from .drawing import COLOURS, WAIT, Chart
 from .evaluations import with_evaluations
 from .federated import federation

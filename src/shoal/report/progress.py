@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from . import units
+from shoal import units
+
 from .metrics import RunRecords, StepRecord
 from .result import summarize
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from matplotlib.axes import Axes
 
-from . import units
+from shoal import units
+
 from .drawing import (
     BAR_1,
     BAR_2,

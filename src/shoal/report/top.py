@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from . import units
+from shoal import units
+
 from .changes import ServerRecord
 from .events import Event, event_line, plan_text
 from .jsonl import read_lines

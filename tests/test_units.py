@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shoal.report import units
+from shoal import units
 
 pytestmark = pytest.mark.fast
 
