@@ -29,10 +29,10 @@ def test_machines_by_name() -> None:
     fast = replace(many, between=Link(0.0, 1e12))
     assert fast.link(1, 64).bandwidth == MACHINES["h100"].inside.bandwidth  # no faster than inside
     assert cluster_of("910bx16", MACHINES, BETWEEN).hosts[0].device.name == "910b"
-    with pytest.raises(UserError, match="is no machine"):
+    with pytest.raises(UserError, match=r'^--on "8xh10" is no machine'):
         cluster_of("8xh10", MACHINES, BETWEEN)
     for devices in ("0", "1000000", "9" * 5000):
-        with pytest.raises(UserError, match=r"give from 1 to 131072 devices|is no machine"):
+        with pytest.raises(UserError, match=r'^--on "\w+": give from 1 to 131072 devices|is no machine'):
             cluster_of(f"h100x{devices}", MACHINES, BETWEEN)
     with pytest.raises(UserError, match="a multiple of that"):
         cluster_of("h100x12", MACHINES, BETWEEN)
@@ -125,7 +125,11 @@ def test_devices_of_one_name_are_two_kinds(tmp_path: Path) -> None:
         ('[[hosts]]\ndevice = "h100"\nreached = [[2e6, 0.5], [1e6, 0.6]]', "ascending"),
         ('[[hosts]]\ndevice = "h100"\non_host = 1', "true or false"),
         ('[[hosts]]\ndevice = "h100"\n[between]\nreached = [{operation = "send"}]', "give rows such as"),
-        ('[[hosts]]\ndevice = "h100"\n[[hosts]]\ndevice = "h100"\ncount = 4', "different numbers"),
+        ('[[hosts]]\ndevice = "h100"\n[[hosts]]\ndevice = "h100"\ncount = 4', r"^/.*mine.toml: .* the same count"),
+        (
+            HOST + "number = 2\ncount = 100000",
+            r"^/.*mine.toml: the cluster mine has 200000 .* at most 131072 .*number in \[\[hosts.*count",
+        ),
         ("[[hosts", "cannot be read"),
     ],
 )

@@ -159,10 +159,14 @@ class Cluster:
             raise UserError(f"the cluster {self.name} has no hosts")
         if len({host.count for host in self.hosts}) > 1:
             raise UserError(
-                f"the cluster {self.name} has hosts of different numbers of devices; ranks are laid out over equal ones"
+                f"the cluster {self.name} has hosts of different numbers of devices; ranks are laid out over equal "
+                "ones: give each of [[hosts]] the same count"
             )
         if self.size > MOST_DEVICES:
-            raise UserError(f"the cluster {self.name} has {self.size} devices: at most {MOST_DEVICES} are planned for")
+            raise UserError(
+                f"the cluster {self.name} has {self.size} devices, and at most {MOST_DEVICES} are planned for: give "
+                "fewer hosts (number in [[hosts]]) or devices of each (count)"
+            )
 
     @cached_property
     def size(self) -> int:

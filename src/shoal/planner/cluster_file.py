@@ -61,7 +61,8 @@ NAMED = re.compile(r"(?:(?P<number>\d{1,9})x)?(?P<name>[a-z0-9]*?[a-z][a-z0-9]*?
 
 
 def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluster:
-    """Reads `text`: the path of a cluster file, or a name such as "8xh100", "h100x64". Raises UserError otherwise."""
+    """Reads what --on gives: the path of a cluster file, or a name such as "8xh100", "h100x64". Raises UserError
+    otherwise."""
     if text.endswith(".toml"):
         return read_cluster(Path(text), machines, between)
     found = NAMED.fullmatch(text.lower())
@@ -69,14 +70,14 @@ def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluste
     if found is None or not known or (found["number"] and found["total"]):
         name = "" if found is None else found["name"]
         raise UserError(
-            f'"{text}" is no machine.{did_you_mean(name, list(machines))} Give 8xNAME or NAMEx64 (devices) with one of '
-            f"{', '.join(machines)}, or the path of a cluster file, *.toml"
+            f'--on "{text}" is no machine.{did_you_mean(name, list(machines))} Give 8xNAME or NAMEx64 (devices) with '
+            f"one of {', '.join(machines)}, or the path of a cluster file, *.toml"
         )
     host, devices = machines[known[0]], int(found["total"] or found["number"] or machines[known[0]].count)
     if not 1 <= devices <= MOST_DEVICES:
-        raise UserError(f'"{text}": give from 1 to {MOST_DEVICES} devices')
+        raise UserError(f'--on "{text}": give from 1 to {MOST_DEVICES} devices')
     if devices > host.count and devices % host.count:
-        raise UserError(f'"{text}": hosts of {known[0]} have {host.count} devices, so more are a multiple of that')
+        raise UserError(f'--on "{text}": hosts of {known[0]} have {host.count} devices, so more are a multiple of that')
     if devices <= host.count:
         hosts: tuple[Host, ...] = (replace(host, count=devices, price=host.price * devices / host.count),)
     else:
@@ -103,7 +104,10 @@ def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Clu
     others = {key: _number(content[key], key, f"{path}: {key}") for key in OTHERS if key in content}
     link = _link(content.get("between", {}), f"{path}: between", between)
     currency = _text(content.get("currency", "USD"), f"{path}: currency", 'the name of a currency, such as "USD"')
-    return Cluster(path.stem, tuple(hosts), link, currency=currency, **others)
+    try:
+        return Cluster(path.stem, tuple(hosts), link, currency=currency, **others)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _number(value: Any, key: str, what: str) -> Any:
