@@ -18,6 +18,10 @@ from shoal import Plan, auto_plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster, Device, Host, Link
+from shoal.planner.confirm import confirm
+from shoal.planner.search import search
+from shoal.planner.task import Estimate, Task
+from tests.planner.models import GIB, task
 
 DEVICE = Device("cores", {"fp32": 1e11}, 2**33, 1e10, launch=1e-5, on_host=True)
 TWO = Cluster("here", (Host(DEVICE, 2, Link(1e-5, 2e9), 2**33, 5e9),), Link(1e-4, 1e9), 0.3)
@@ -105,6 +109,16 @@ def test_a_refusal_gives_each_reason_once() -> None:
     with pytest.raises(UserError, match=r"^auto_plan: no plan .*calls blocks.0.0 more than once") as refusal:
         simulate_world(2, asked, {"pp": 2})
     assert str(refusal.value).count("more than once") == 1
+
+
+def test_what_dry_runs_count_beside_is_a_share_of_what_a_rank_may_use() -> None:
+    def look(asked: Task, _: Estimate) -> tuple[None, str]:
+        return None, "" if asked.share < 1 else "a dry run counts 9.00 GiB"
+
+    for limit in (None, 1.5 * GIB):
+        asked = task(limit=limit)
+        found = confirm(asked, search(asked), look)
+        assert found.task.limit == limit and found.task.most == 0.85 * asked.most and found.passed
 
 
 LINE = 1 + next(

@@ -144,6 +144,15 @@ def test_the_smallest_part_is_of_the_hosts_with_most_memory() -> None:
     assert smallest(replace(deep, limit=deep.most / 2)) > number, "a rank may not use more there"
 
 
+def test_the_smallest_part_of_a_host_of_cores_keeps_to_what_a_rank_may_use() -> None:
+    """Fewer ranks of a host have more of its memory each, but no more than `limit`."""
+    host = replace(cluster().hosts[0], memory=4 * GIB)
+    cores = replace(host, device=replace(host.device, on_host=True))
+    devices, ranks = (task(on=replace(cluster(), hosts=(each,)), pins={"memory": None}) for each in (host, cores))
+    assert smallest(ranks) == 1
+    assert smallest(replace(ranks, limit=GIB / 2)) == smallest(replace(devices, limit=GIB / 2)) == 4
+
+
 def test_what_was_not_asked_for_is_no_largest() -> None:
     found = search(task())
     told = explain(replace(task(), profile=model(6, 1e3, 10)), found.best[0], (), margins=False)

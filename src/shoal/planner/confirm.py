@@ -68,7 +68,7 @@ def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
     where there is nothing to leave out."""
     refused = [each for each, why in passed if not why.startswith(OVER)]
     if not refused:
-        return replace(task, limit=0.85 * task.most)
+        return replace(task, share=0.85 * task.share)
     legal = dict(task.legal)
     for each in refused:
         way = next((what for what in _WAYS if getattr(each.choice.spread, what) > 1), None)

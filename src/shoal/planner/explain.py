@@ -102,7 +102,7 @@ def bought(task: Task, chosen: Estimate) -> dict[str, float]:
     inside = replace(cluster, hosts=tuple(replace(host, inside=more(host.inside)) for host in cluster.hosts))
     to_host = replace(cluster, hosts=tuple(replace(host, to_host=host.to_host + GB) for host in cluster.hosts))
     others = {
-        "GB of memory": replace(task, limit=task.most + GB),
+        "GB of memory": replace(task, limit=(task.most + GB) / task.share),
         "GB/s inside hosts": replace(task, cluster=inside),
         "GB/s between hosts": replace(task, cluster=replace(cluster, between=more(cluster.between))),
         "GB/s to the host": replace(task, cluster=to_host),
@@ -161,7 +161,7 @@ def longest(task: Task) -> tuple[float, bool]:
 
 def smallest(task: Task) -> int:
     """Devices of the smallest part of the cluster that would do: some of a host, or some hosts, those with most memory
-    before others."""
+    before others. Where devices are parts of their host, fewer have more memory each, up to the task's limit."""
     cluster = task.cluster
     hosts = sorted(cluster.hosts, key=lambda host: (replace(cluster, hosts=(host,)).memory, host.memory), reverse=True)
     first = hosts[0]
@@ -169,10 +169,9 @@ def smallest(task: Task) -> int:
         (replace(first, count=count),) for count in range(1, first.count) if first.count % count == 0
     ]
     parts += [tuple(hosts[:number]) for number in numbers_of_hosts(len(hosts))]
-    limit = None if first.device.on_host else task.limit  # a host's memory is shared by fewer devices
     for part in parts:
         smaller = replace(cluster, hosts=part)
-        if fits(replace(task, cluster=smaller, limit=limit)):
+        if fits(replace(task, cluster=smaller)):
             return smaller.size
     return cluster.size
 

@@ -72,7 +72,8 @@ class Task:
     - `steps`: of the whole job, None where that is not known
     - `pins`: fields of the plan that are given
     - `legal`: numbers that degrees have to divide ("parts", "tokens", "experts", "heads"), a missing one is 1
-    - `limit`: bytes that a rank may use of its device; by default `usable` of the cluster's memory
+    - `limit`: bytes that a rank may use of its device; by default USABLE of the cluster's memory
+    - `share`: of these, what estimates may fill: below 1 where dry runs have counted more than they (see confirm)
     - `recompute`, `schedules`: those that are tried
     - `exchanges`: algorithms by which replicas may agree, by name
     - `compiled`: whether compiled blocks are tried beside those that run as they are written
@@ -87,6 +88,7 @@ class Task:
     pins: Mapping[str, Any] = field(default_factory=dict)
     legal: Mapping[str, int] = field(default_factory=dict)
     limit: float | None = None
+    share: float = 1.0
     recompute: tuple[str, ...] = ("none", "selective", "full")
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1))
     exchanges: tuple[str, ...] = (EXACT,)
@@ -95,7 +97,7 @@ class Task:
     @property
     def most(self) -> float:
         """Bytes that a rank may use of its device."""
-        return self.limit if self.limit is not None else USABLE * self.cluster.memory
+        return self.share * (self.limit if self.limit is not None else USABLE * self.cluster.memory)
 
 
 MIB = 2**20
