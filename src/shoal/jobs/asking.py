@@ -24,6 +24,7 @@ from shoal.module.compiling import fuses
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
+from shoal.planner.pins import check_pins
 from shoal.planner.prepare import Untraced
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task, spoken
@@ -87,7 +88,9 @@ def task_here(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: f
 
 def asked(settled: Settled, cluster: Cluster) -> Chosen:
     """Asks the planner for the job on `cluster`."""
-    task = task_here(settled, cluster, pinned(settled.job, settled.origins))
+    pins = pinned(settled.job, settled.origins)
+    check_pins(pins)
+    task = task_here(settled, cluster, pins)
     return placed(settled, task, confirmed(settled, task))
 
 

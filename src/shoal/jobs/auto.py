@@ -16,9 +16,9 @@ from shoal.jobs.read import allowed, load_job, plan_pins
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.cluster_file import cluster_of
-from shoal.planner.degrees import check_pins
 from shoal.planner.explain import within_budget
 from shoal.planner.machines import BETWEEN, MACHINES
+from shoal.planner.pins import check_pins
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of a plan that pins like "tp=8" give. Raises UserError for what no plan can have."""
+    """Returns the fields of a plan that pins like "tp=8" give, whose values `check_pins` checks. Raises UserError for
+    other fields, and values of another type."""
     found: dict[str, Any] = {}
     known = [each.name for each in fields(Plan)]
     for pin in pins:
@@ -166,14 +167,8 @@ def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
             raise UserError(f'--pin {pin}: a plan has no key "{key}".{hint} Keys: {", ".join(known)}')
         value = _nested(found.get(key), path, _value(written), f"--pin {pin}")
         _check("plan", key, value, f"--pin {pin}")
-        if key not in WITH_OTHERS:
-            Plan(**{key: value})
         found[key] = value
     return found
-
-
-WITH_OTHERS = ("shares", "shard", "stages")
-"""Fields of a plan that are checked when all of it is known."""
 
 
 def _assignment(text: str) -> tuple[str, list[str], Any]:

@@ -33,7 +33,7 @@ def chosen_blocks(
     if every:
         return list(range(0, number, every)), []
     whole = _places("which" if which else "full", which or full, number, ())
-    some = _places("selective", selective, number, whole)
+    some = _places("selective", selective, number, {*whole})
     if both := sorted({*whole} & {*some}):
         raise UserError(f"plan.recompute: full = {full!r} and selective = {selective!r} both name block {both[0]}")
     return whole, some

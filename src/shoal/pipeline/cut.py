@@ -32,6 +32,8 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
         raise UserError(f'plan.schedule = "{name}" has no parameter {", ".join(sorted(unknown))}{told}')
     if not isinstance(parameters.pop("vertical_sync", False), bool):
         raise UserError('plan.schedule = "pipedream": vertical_sync is true or false')
+    if type(chunks := parameters.get("chunks", 1)) is not int:
+        raise UserError(f'plan.schedule = "{name}": chunks = {chunks!r:.100}: give the number of stages of a rank')
     return make_schedule(name, plan.pp, microbatches, **parameters)
 
 

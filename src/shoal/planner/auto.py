@@ -27,6 +27,7 @@ from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
+from shoal.planner.pins import check_pins
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.profile import profile
@@ -76,6 +77,7 @@ def auto_plan(
     groups = groups_of(world) if cluster is None else None
 
     def find() -> tuple[dict[str, Any], int]:
+        check_pins(pins or {})
         machine = cluster
         if machine is None:
             machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)

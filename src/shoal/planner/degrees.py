@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from shoal.errors import UserError
 from shoal.plan import Plan
 
 PINS = {"pp": "stages", "dp": "copies", "cp": "tokens", "tp": "parts", "ep": "experts"}
@@ -68,12 +67,6 @@ def divided_by(group: str) -> str:
     """What the ranks of the group with this name divide; "" where it is none of a degree."""
     first = re.match("[a-z]*", group)
     return _GROUPS.get(first.group() if first else "", "")
-
-
-def check_pins(pins: Mapping[str, Any]) -> None:
-    """Raises UserError where `pins` cut stages and do not say how many there are."""
-    if pins.get("stages") and "pp" not in pins:
-        raise UserError(f"--pin stages={pins['stages']}: how many stages there are is given with it, by --pin pp=2")
 
 
 def ways(pins: Mapping[str, Any]) -> tuple[str, ...]:

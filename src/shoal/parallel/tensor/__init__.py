@@ -4,7 +4,7 @@ single-device."""
 from shoal.parallel.tensor.cut import CutLayers
 from shoal.parallel.tensor.cuts import Cuts, cuts_of
 from shoal.parallel.tensor.logits import ShardedLogits
-from shoal.parallel.tensor.pins import check_placements
+from shoal.parallel.tensor.pins import check_kinds, check_placements
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, check_rules, kind_of, rules_for
 from shoal.parallel.tensor.slicing import cut_among
@@ -15,6 +15,7 @@ __all__ = [
     "Region",
     "Rules",
     "ShardedLogits",
+    "check_kinds",
     "check_placements",
     "check_rules",
     "cut_among",

@@ -65,14 +65,20 @@ def is_whole(name: str, placements: Placements) -> bool:
 
 def check_placements(module: nn.Module, placements: Placements) -> None:
     """Raises UserError for what is no table of placements, and for a pattern that matches no module."""
+    check_kinds(placements)
+    names = [name for name, _ in whole_model(module)]
+    for pattern in placements:
+        check_pattern("plan.placements", pattern, names)
+
+
+def check_kinds(placements: Placements) -> None:
+    """Raises UserError for what is no table of placements, whatever layers there are."""
     if not isinstance(placements, Mapping):
         raise UserError(
             f"plan.placements = {placements!r:.100}: give a table, from names of layers to how they are cut"
         )
-    names = [name for name, _ in whole_model(module)]
     for pattern, kind in placements.items():
         check_choice(f"plan.placements[{pattern!r}] = {kind!r:.100} is none of", kind, KNOWN)
-        check_pattern("plan.placements", pattern, names)
 
 
 def refused(name: str, wanted: str, may_be: Sequence[str], why: str = "") -> UserError:

@@ -1,0 +1,77 @@
+"""What is pinned beside a search: its values are checked before anything is traced, as the engine would check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.chunks import budget
+from shoal.errors import UserError
+from shoal.exchange.named import algorithm
+from shoal.module.compiling import compile_blocks
+from shoal.module.recompute import Recompute
+from shoal.parallel.tensor import check_kinds
+from shoal.pipeline import schedule_of
+from shoal.plan import Plan, option_name
+from shoal.planner.degrees import PINS
+
+MANY = 1 << 16
+"""Blocks of a model that is not known yet: places of fewer can be meant."""
+FIELDS = {what: field for field, what in PINS.items()}
+"""The name of each degree in a plan."""
+
+
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Raises UserError for fields of a plan that there are not, and for values that no plan can have whatever the model
+    is. What depends on the model (which blocks, layers or ways to divide it there are) a search says."""
+    stages, copies = FIELDS["stages"], FIELDS["copies"]
+    for field, value in pins.items():
+        if field != "stages":  # which no plan has by itself
+            Plan.from_dict({field: value})
+        if value is not None and field in _CHECKS:
+            _CHECKS[field](value)
+    if "schedule" in pins:
+        _check_schedule(Plan.from_dict({stages: pins.get(stages, 2), "schedule": pins["schedule"]}))
+    if pins.get("stages"):
+        if stages not in pins:
+            raise UserError(
+                f"--pin stages={pins['stages']}: how many stages there are is given with it, by --pin {stages}=2"
+            )
+        _check_stages(pins["stages"])
+    among = {field: pins[field] for field in (copies, "shard", "shares") if field in pins}
+    Plan.from_dict({**among, "zero": pins.get("zero", 3)})
+
+
+def _check_schedule(plan: Plan) -> None:
+    if option_name(plan.schedule, "schedule") == "file":
+        raise UserError(
+            'plan.schedule = "file" says what each rank does, which leaves nothing to search for: give the whole plan '
+            "instead of asking for one"
+        )
+    schedule_of(plan, 1)
+
+
+def _check_stages(value: Any) -> None:
+    if isinstance(value, str | Mapping):
+        raise UserError(
+            f'plan.stages = "{option_name(value, "stages")}": the planner cuts stages itself. Leave it out, or give '
+            "numbers of blocks or names of parts"
+        )
+
+
+def _check_compile(value: bool | str) -> None:
+    if isinstance(value, str):
+        compile_blocks(nn.Identity(), value)
+
+
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "recompute": lambda value: Recompute((), value, number=MANY),
+    "exchange": algorithm,
+    "memory": lambda value: budget(value, torch.device("cpu")),
+    "placements": check_kinds,
+    "compile": _check_compile,
+}
+"""What a value says by a name or a table is read as the engine reads it."""
