@@ -24,6 +24,7 @@ from shoal.jobs.auto import Asked, ask
 from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import Explanation, explain, why_not
+from shoal.planner.replicable import not_replicated
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 
 WAYS = {
@@ -31,8 +32,9 @@ WAYS = {
     "tokens": "context parallelism",
     "ring": "ring context parallelism",
     "experts": "expert parallelism",
+    "copies": "data parallelism",
 }
-"""The ways to divide a model that are traced, for a reader."""
+"""The ways to divide a model, or its rows, that a trace can refuse, for a reader."""
 
 
 class Options(NamedTuple):
@@ -217,11 +219,17 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
     yield f"the smallest part of this machine that would do has {told.devices} of its {devices} devices"
     if chosen.eager:
         yield f"blocks are not compiled: {chosen.eager}"
-    refused = {what: why for what, why in chosen.task.profile.refused.items() if why and why != "not asked for"}
+    refused = {what: why for what, why in _not_cut(chosen).items() if why != "not asked for"}
     for what, why in refused.items():
         yield escape(f"no {WAYS[what]}: {why}")
     looked = chosen.found
     yield f"{looked.priced} choices priced, {looked.bounded} of {looked.spreads} degrees left out by their bound"
+
+
+def _not_cut(chosen: Chosen) -> dict[str, str]:
+    """Why ranks cannot divide what, of all that they cannot divide."""
+    refused = {what: why for what, why in chosen.task.profile.refused.items() if why}
+    return refused | not_replicated(chosen.task, chosen.settled.job.train.buffers)
 
 
 def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
@@ -266,6 +274,6 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
         "explanation": asdict(told),
         "layers": None if chosen.layers is None else asdict(chosen.layers),
         "not_compiled": chosen.eager or None,
-        "not_cut": {what: why for what, why in task.profile.refused.items() if why},
+        "not_cut": _not_cut(chosen),
         "priced": chosen.found.priced,
     }

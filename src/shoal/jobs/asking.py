@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shoal import units
 from shoal.comm import Reaches, World
 from shoal.device import any_device
 from shoal.errors import UserError, in_section
-from shoal.jobs.answer import Chosen, confirmed, dry, task_of
+from shoal.jobs.answer import Chosen, dry, task_of
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, under
 from shoal.jobs.gain import SHARE
@@ -26,6 +27,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
 from shoal.planner.pins import check_pins
 from shoal.planner.prepare import Untraced
+from shoal.planner.replicable import as_replicable, not_replicated
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task, spoken
 from shoal.planner.untraced import without_trace
@@ -55,6 +57,8 @@ def _searched(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
 def _why(chosen: Chosen) -> str:
     """What was predicted of the plan and of the next best one."""
     said = f"{units.duration(chosen.estimate.seconds)} a step predicted"
+    if why := not_replicated(chosen.task, chosen.settled.job.train.buffers).get("copies"):
+        said = f"{said}; one replica: {why}"
     if not chosen.others:
         return f"{said}; no other plan fits"
     other = chosen.others[0]
@@ -65,8 +69,10 @@ def _why(chosen: Chosen) -> str:
 
 def stays(settled: Settled, cluster: Cluster) -> str | None:
     """Why data parallelism stays though the planner was asked: nothing that it finds is clearly faster. None where
-    something is, or where data parallelism as the job begins it does not fit."""
+    something is, or where data parallelism as the job begins it does not fit or cannot keep the model's buffers."""
     task = task_here(settled, cluster, {})
+    if "copies" in not_replicated(task, settled.job.train.buffers):
+        return None
     rows, _ = microbatches_of(settled.job)
     search_of, spread = Search(task), Spread(copies=cluster.size)
     if cluster.size > task.rows:
@@ -91,7 +97,7 @@ def asked(settled: Settled, cluster: Cluster) -> Chosen:
     pins = pinned(settled.job, settled.origins)
     check_pins(pins)
     task = task_here(settled, cluster, pins)
-    return placed(settled, task, confirmed(settled, task))
+    return as_replicable(task, settled.job.train.buffers, partial(placed, settled))
 
 
 def _trials(settled: Settled, chosen: Chosen) -> Trials:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.jobs.answer import Chosen, confirmed, task_of
+from shoal.jobs.answer import Chosen, task_of
 from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch, task_here
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
@@ -19,6 +19,8 @@ from shoal.planner.cluster_file import cluster_of
 from shoal.planner.explain import within_budget
 from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.pins import check_pins
+from shoal.planner.replicable import as_replicable
+from shoal.planner.task import Task
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,15 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
         task = task_here(settled, cluster, pins, asked.limit)
     else:
         task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
-    if asked.budget is not None:
-        task = within_budget(
-            task, asked.budget, lambda each: settled.steps_of(each.seconds) * each.seconds, asked.currency
-        )
-    return placed(settled, task, confirmed(settled, task))
+
+    def find(task: Task) -> Chosen:
+        if asked.budget is not None:
+            task = within_budget(
+                task, asked.budget, lambda each: settled.steps_of(each.seconds) * each.seconds, asked.currency
+            )
+        return placed(settled, task)
+
+    return as_replicable(task, settled.job.train.buffers, find)
 
 
 def named(text: str, settled: Settled, ranks: int) -> Cluster:

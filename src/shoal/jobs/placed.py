@@ -14,9 +14,10 @@ from shoal.planner.placements import Rates
 from shoal.planner.task import Estimate, Task
 
 
-def placed(settled: Settled, task: Task, chosen: Chosen) -> Chosen:
-    """Returns the answer with what was found of its layers; where some are better left whole, it is searched again with
-    these, and the faster answer taken."""
+def placed(settled: Settled, task: Task) -> Chosen:
+    """Returns the answer, confirmed, with what was found of its layers; where some are better left whole, it is
+    searched again with these, and the faster answer taken."""
+    chosen = confirmed(settled, task)
     pins, task = dict(task.pins), replace(task, compiled=chosen.task.compiled)
     given = pins.get("placements")
     layers = layers_under(settled, task, chosen.estimate, given)

@@ -200,7 +200,7 @@ class OtherBuffers:
         )
         if isinstance(rule, str):
             why = (
-                f"one process would have it otherwise than {ranks} ranks: {rule}, so microbatches depend on those "
+                f"one process would have it otherwise than several ranks: {rule}, so microbatches depend on those "
                 "before them"
             )
         elif self._whole_shares:

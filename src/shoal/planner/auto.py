@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
-from shoal.planner.replicable import of_one_replica, why_one_replica
+from shoal.planner.replicable import as_replicable
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task, spoken
 from shoal.planner.untraced import without_trace
@@ -97,8 +98,8 @@ def auto_plan(
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
         cores = any(device.on_host for device in machine.devices)
         compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
-        why = why_one_replica(subject, machine.size) if buffers == "exact" else ""
-        plan, rows = _answer(replace(asked, compiled=compiled), subject, optimizer, why)
+        asked = replace(asked, compiled=compiled)
+        plan, rows = as_replicable(asked, buffers, partial(_confirmed, subject=subject, optimizer=optimizer))
         return plan.to_dict(), rows
 
     table, rows = from_first(world.everyone, find, "auto_plan: ")
@@ -114,17 +115,6 @@ def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     return values, has_batch_statistics(made)
-
-
-def _answer(task: Task, subject: Subject, optimizer: OptimizerFactory, why: str) -> tuple[Plan, int]:
-    """The plan and the microbatch. `why`: there can be one replica only; "" where there can be several."""
-    if not why:
-        return _confirmed(task, subject, optimizer)
-    task = of_one_replica(task, why)
-    try:
-        return _confirmed(task, subject, optimizer)
-    except UserError as error:
-        raise UserError(f"{why}. Without replicas: {error}") from error
 
 
 def _confirmed(task: Task, subject: Subject, optimizer: OptimizerFactory) -> tuple[Plan, int]:

@@ -77,13 +77,15 @@ def _written(profile: Profile) -> dict[str, Any]:
         "temporaries": asdict(profile.temporaries),
         "parameters": profile.parameters,
         "refused": dict(profile.refused),
+        "buffers": dict(profile.buffers),
     }
 
 
 def _read(written: Mapping[str, Any]) -> Profile:
     parts = [_part(each) for each in written["parts"]]
     order, temporaries = written["order"], Cut(**written["temporaries"])
-    return Profile(tuple(parts[at] for at in order), temporaries, written["parameters"], written["refused"])
+    others = (written[key] for key in ("parameters", "refused", "buffers"))
+    return Profile(tuple(parts[at] for at in order), temporaries, *others)
 
 
 def _part(written: Mapping[str, Any]) -> PartProfile:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import UserError
+from shoal.planner.buffers import why_not_replicated
 from shoal.planner.degrees import TRIED, Spread
 from shoal.planner.prepare import Subject
 from shoal.planner.trace import Seen, Trace, trace
@@ -73,12 +74,14 @@ class PartProfile:
 @dataclass(frozen=True)
 class Profile:
     """A model: its parts in order; bytes of temporaries of one row; elements of all its parameters, where tied ones
-    count once; and for each way to divide it why it cannot be divided so ("" where it can)."""
+    count once; for each way to divide it why it cannot be divided so ("" where it can); and why replicas cannot keep
+    its buffers, by what they divide (see buffers)."""
 
     parts: tuple[PartProfile, ...]
     temporaries: Cut
     parameters: int
     refused: Mapping[str, str]
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -114,7 +117,7 @@ def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts
             refused[what] = str(error)
     parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
     share = {what: _share(alone.temporaries, each.temporaries) for what, each in halves.items() if what != "ring"}
-    return Profile(tuple(parts), Cut(alone.temporaries, share), alone.whole, refused)
+    return Profile(tuple(parts), Cut(alone.temporaries, share), alone.whole, refused, why_not_replicated(base))
 
 
 def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
