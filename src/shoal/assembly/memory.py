@@ -83,7 +83,8 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     storage = Storage(plan, ranks.mesh, ranks.world, replicas, local.apart, ranks.stage, offload, local.tied)
     keeping, apart = storage.keeping(exchange, partial(needs_whole_parameters, optimizer, options, precision.master))
     if offload is not None and recipe.clip_value is None:
-        precision = offload.narrow_gradients(precision, optimizer, options, recipe.global_batch <= microbatch)
+        once = recipe.global_batch <= microbatch
+        precision = offload.narrow_gradients(local.module, precision, optimizer, options, once)
     maker = ChunkMaker(
         local.module,
         local.whole.groups.member,

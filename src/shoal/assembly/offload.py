@@ -62,12 +62,14 @@ class Offload:
         return InTurn(pager, deferred, None if pager is None else partial(self._commit, pager))
 
     def narrow_gradients(
-        self, given: Precision, factory: OptimizerFactory, options: list[dict[str, Any]], once: bool
+        self, module: nn.Module, given: Precision, factory: OptimizerFactory, options: list[dict[str, Any]], once: bool
     ) -> Precision:
-        """Gradients go to the host as bf16 where that loses nothing: autograd gives such, of a single rank, where they
-        come `once` a step, nothing is added to them, and the host's kernel takes them as they are."""
-        exact = once and self._group.size == 1 and given.model == torch.bfloat16
-        if not exact or not updates_on_host(factory, options):
+        """Gradients go to the host as bf16 where that loses nothing: autograd gives such of all parameters, of a single
+        rank, where they come `once` a step, nothing is added to them, and the host's kernel takes them as they are,
+        which it cannot of sparse embeddings, that stay on the device."""
+        exact = once and self._everyone.size == 1 and given.model == torch.bfloat16 and given.is_uniform(module)
+        goes = exact and not any(getattr(each, "sparse", False) for each in module.modules())
+        if not goes or not updates_on_host(factory, options):
             return given
         may_stream = self.allowed.disk is None and given.keep == "whole"
         if may_stream and self._prefers_device(state_keys(factory, options, given.master)):
@@ -86,6 +88,8 @@ class Offload:
         self.update = self._how(trained, disk is not None)
         if self.update == "streamed":
             pager = Pager(trained, keys, HostStore(self._device), False, {}, self._ledger)
+            pager.reserve()  # before the first step sees what the device has left
+            self.tier.measures = True  # that step says what would have been enough, for these and all else
             self.tier.take(IN_TURN, pager.nbytes)
             return pager
         if disk is None:
@@ -118,6 +122,8 @@ class Offload:
         """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU,
         which has something else to do during the forward; else where it takes less."""
         asked, able = self.allowed.update, not disk and all(has_master(chunk) for chunk in trained)
+        if asked == "streamed" or (asked == "auto" and is_accelerator(self._device)):
+            able = all(self._everyone.all_gather_object(able))
         if asked == "streamed" and not able:
             raise UserError(
                 'plan.memory.update = "streamed" moves masters beside low-precision weights through the device: it '
@@ -125,9 +131,7 @@ class Offload:
             )
         if asked != "auto" or not is_accelerator(self._device):
             return "at once" if asked == "auto" else asked
-        if not all(self._everyone.all_gather_object(able)):
-            return "deferred"
-        return "streamed" if self._prefers_device(self._keys) else "deferred"
+        return "streamed" if able and self._prefers_device(self._keys) else "deferred"
 
     def _prefers_device(self, keys: Sequence[str]) -> bool:
         """Whether masters and the state under `keys` go through the device for their update, where they can: asked for,
@@ -147,7 +151,7 @@ class Offload:
         self._places_are_open = False
         away = {id(page.chunk) for page in optimizer.pages}
         movable = [chunk for chunk in chunks if chunk.passes and chunk.trainable and id(chunk.owned) not in away]
-        fit = on_device(movable, self._keys, gather.executor.spare)
+        fit = on_device(movable, self._keys, gather.executor.spare, self._device)
         number = min(self._group.all_gather_object(len(fit)))  # they are gathered together
         if number:
             optimizer.settle()
@@ -188,6 +192,7 @@ def link_rate(device: torch.device) -> float:
             down.copy_(back, non_blocking=True)
         synchronize(device)
         best = min(best, time.perf_counter() - started)
+    del there, back
     forget_most_allocated(device)  # the trial is no part of a run's peak
     return up.nbytes / best
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.chunks.exact import DIGITS, exact_sum
 from shoal.chunks.masters import CompactMasters, MasterStore
 from shoal.chunks.spec import ChunkSpec, Slot, flat_views, gaps
+from shoal.device import is_accelerator
 
 NORM_PIECE = 1 << 18
 """Elements summed in the gradient's own precision before the sum goes on in fp64: 1 MiB of fp32, which a core's cache
@@ -52,6 +53,10 @@ class Buffer:
         """`grad` of a trainable chunk."""
         assert self.grad is not None, "a frozen chunk has no gradient"
         return self.grad
+
+    def gradient_dtype_on(self, device: torch.device) -> torch.dtype:
+        """Dtype that the gradient would have on `device`: kernels of an accelerator want the masters'."""
+        return self.master_like.dtype if is_accelerator(device) else self.gradient.dtype
 
     @property
     def gaps(self) -> list[slice]:

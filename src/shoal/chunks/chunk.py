@@ -162,9 +162,8 @@ class Chunk:
         if owned.masters is not None:
             assert isinstance(owned.masters, WholeMasters | CompactMasters), "masters on a disk stay there"
             owned.masters.to(owned.data.device)
-        if owned.grad is not None:  # kernels of the device want the masters' dtype
-            dtype = owned.grad.dtype if owned.data.is_cpu else owned.master_like.dtype
-            owned.grad = owned.grad.to(owned.data.device, dtype)
+        if owned.grad is not None:
+            owned.grad = owned.grad.to(owned.data.device, owned.gradient_dtype_on(owned.data.device))
 
     # another storage of the data, for versions of the weights
 

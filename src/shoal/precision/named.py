@@ -56,6 +56,15 @@ class Precision:
             return built
         return self.master if isinstance(owner, _BatchNorm) else self.model
 
+    def is_uniform(self, module: nn.Module) -> bool:
+        """Whether all parameters of `module` that are trained are to be seen in the dtype `model`."""
+        return all(
+            self.parameter_dtype(parameter.dtype, owner) == self.model
+            for owner in module.modules()
+            for parameter in owner.parameters(recurse=False)
+            if parameter.requires_grad
+        )
+
     def buffer_dtype(self, buffer: Tensor, owner: nn.Module, persistent: bool) -> torch.dtype:
         """Returns the dtype of a buffer. Floating ones follow the parameters, except that running statistics and
         derived, non-persistent tables (rotary frequencies) keep the master's under low precision.

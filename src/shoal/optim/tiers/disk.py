@@ -151,6 +151,10 @@ class Disk:
         """Allocates memory for a page in its turn."""
         return buffer(nbytes)
 
+    def first(self, nbytes: int) -> Tensor:
+        """Allocates memory for what a page begins with."""
+        return buffer(nbytes)
+
     def files(self, sizes: Mapping[str, int]) -> dict[str, Stored]:
         """Makes files of `sizes` by name, with their room on the disk; StorageError, saying what is missing, if there
         is none."""

@@ -51,6 +51,10 @@ class HostStore:
         """Allocates memory (uint8) of the device for a page in its turn."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
+    def first(self, nbytes: int) -> Tensor:
+        """Allocates memory (uint8) for what a page begins with: on the host, since all pages begin together."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
     def close(self) -> None:
         """Ends the threads."""
         for pool in self._pools:

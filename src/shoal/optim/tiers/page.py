@@ -64,7 +64,7 @@ class Page:
 
     - `mirrors`: whether what the host keeps is written too
     - `file()`: where its present content is read and written
-    - `buffer(bytes)`: allocates memory for it while it is here
+    - `buffer(bytes)`: allocates memory for it while it is here, `first(bytes)` for what it begins with
     - `touch()`: called before it is written beside an update
     - `roles`: bytes of its file by role
     """
@@ -76,6 +76,7 @@ class Page:
         mirrors: bool,
         file: Callable[[], File],
         buffer: Callable[[int], Tensor],
+        first: Callable[[int], Tensor],
         touch: Callable[[], None],
     ) -> None:
         self.chunk, self._file, self._buffer, self._touch = chunk, file, buffer, touch
@@ -84,8 +85,7 @@ class Page:
         self._at, self.moving = parts(chunk, keys)
         self.mirrored = mirrored(chunk) if mirrors else []
         self.nbytes_whole = self.moving + sum(sectors(each.nbytes) for each in self.mirrored)
-        first = buffer(self.moving)
-        self._nothing = torch.full((), float("nan"), dtype=self._dtype, device=first.device)
+        self._nothing = torch.full((), float("nan"), dtype=self._dtype, device=buffer(0).device)
         masters = min((start for start in self._at.values() if start), default=self.moving) if self.has_master else 0
         mirrored_size = self.nbytes_whole - self.moving
         self.roles = {"masters": masters, "optimizer state": self.moving - masters, "weights": mirrored_size}
@@ -95,7 +95,7 @@ class Page:
         self._own = False  # whether that is memory of its own
         self.on_disk = False
         if self.has_master:
-            self.show(first, own=True)
+            self.show(first(self.moving), own=True)
             chunk.masters = self
 
     def bind(self, parameters: Mapping[str, Tensor], states: Callable[[str], dict[str, Any]]) -> None:

@@ -68,7 +68,8 @@ class Pager:
         self._ledger = ledger
         self._store, self.durable, self._makes = store, durable, dict(makes)
         self.pages = [
-            Page(chunk, keys, durable, partial(self._file, chunk), store.buffer, self.uncommit) for chunk in chunks
+            Page(chunk, keys, durable, partial(self._file, chunk), store.buffer, store.first, self.uncommit)
+            for chunk in chunks
         ]
         self._index = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._makes["pages"] = [_described(page) for page in self.pages]
@@ -88,6 +89,12 @@ class Pager:
         """Bytes of the buffers for pages in their turn."""
         return min(BUFFERS, len(self.pages)) * max((page.nbytes_whole for page in self.pages), default=0)
 
+    def reserve(self) -> None:
+        """Allocates these buffers, which stay. The first turn does so, if nobody has before."""
+        if not self._buffers:
+            largest = max((page.nbytes_whole for page in self.pages), default=0)
+            self._buffers = [self._store.buffer(largest) for _ in range(min(BUFFERS, len(self.pages)))]
+
     def begin_after(self, generation: int) -> None:
         """Keeps `generation` on the disk until the next update, since it may still be wanted. 0: there is none."""
         self.generation = generation + 1
@@ -101,9 +108,7 @@ class Pager:
 
     def turn(self, backwards: bool = False) -> Iterator[Page]:
         """Yields one page after the other, in memory; at the end all are on the disk, as the next generation."""
-        if not self._buffers:
-            largest = max((page.nbytes_whole for page in self.pages), default=0)
-            self._buffers = [self._store.buffer(largest) for _ in range(min(BUFFERS, len(self.pages)))]
+        self.reserve()
         to_read = sum(page.moving for page in self.pages if page.on_disk and not page.is_open)
         read, written = self.bytes_read, self.bytes_written
         if self.durable:

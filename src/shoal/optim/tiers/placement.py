@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from shoal.chunks import Buffer, Chunk
 from shoal.chunks.tier import Tier
+from shoal.device import CPU
 from shoal.errors import BudgetExceeded
 from shoal.optim.tiers.disk import sectors
 from shoal.optim.tiers.page import has_master, mirrored, parts
@@ -64,15 +67,15 @@ def number_away(pages: Sequence[int], largest: int, kept: int, capacity: int | N
     return number
 
 
-def on_device(chunks: Sequence[Chunk], keys: Sequence[str], spare: int) -> list[Chunk]:
+def on_device(chunks: Sequence[Chunk], keys: Sequence[str], spare: int, device: torch.device) -> list[Chunk]:
     """Chooses, of `chunks` whose weights are gathered, those whose optimizer's side fits in `spare` bytes of the
-    device.
+    `device`.
 
     The shallowest layers come first, since the next forward would wait for their updates first.
     """
     fit = []
     for chunk in reversed(chunks):
-        spare -= sum(side(chunk.owned, keys).values())
+        spare -= sum(side(chunk.owned, keys, device).values())
         if spare < 0:
             break
         fit.append(chunk)
@@ -85,16 +88,18 @@ def move_to_device(chunk: Chunk, keys: Sequence[str], host: Tier, device: Tier) 
     device.take("weights", chunk.nbytes_whole)
     for role, size in side(chunk.owned, keys).items():
         host.give(role, size)
+    for role, size in side(chunk.owned, keys, device.device).items():
         device.take(role, size)
 
 
-def side(owned: Buffer, keys: Sequence[str]) -> dict[str, int]:
-    """Counts the bytes of the optimizer's side of an owned chunk, by role."""
+def side(owned: Buffer, keys: Sequence[str], device: torch.device = CPU) -> dict[str, int]:
+    """Counts the bytes of the optimizer's side of an owned chunk, by role, that it would take on `device`."""
     if not owned.trainable:
         return {}
     kept, rest = _paged(owned, keys), owned.rest_of_masters
     kept["masters"] += rest.nbytes if rest is not None else 0
-    return {"gradients": owned.grad.nbytes if owned.grad is not None else 0, **kept}
+    gradients = 0 if owned.grad is None else owned.grad.numel() * owned.gradient_dtype_on(device).itemsize
+    return {"gradients": gradients, **kept}
 
 
 def _paged(owned: Buffer, keys: Sequence[str]) -> dict[str, int]:
