@@ -14,7 +14,7 @@ from shoal.checkpoint.pieces import Want, wants_of
 from shoal.checkpoint.role import WriterRole
 from shoal.comm import Group
 from shoal.native.heap import in_large_pages
-from shoal.optim.groups import CHOICES
+from shoal.optim.groups import CHOICES, goes_with_parameter
 from shoal.optim.optimizer import ChunkOptimizer
 
 
@@ -147,3 +147,17 @@ def put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]],
             if values:
                 state[index] = values
     optimizer.torch.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+
+
+def put_back_of(
+    names: Collection[str], optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]], extra: Mapping[str, Any]
+) -> None:
+    """Hands the optimizer the state of the parameters `names` alone, each value where it would have made it."""
+    groups = {id(parameter): group for group in optimizer.torch.param_groups for parameter in group["params"]}
+    for name in names:
+        parameter = optimizer.known[name]
+        group, values = groups[id(parameter)], {**states.get(name, {}), **extra["optim"].get(name, {})}
+        optimizer.torch.state[parameter] = {
+            key: value.to(parameter.device) if isinstance(value, Tensor) and goes_with_parameter(key, group) else value
+            for key, value in values.items()
+        }

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.optimizer_state import empty_states, put_back, states_wanted, that_fits
+from shoal.checkpoint.optimizer_state import empty_states, put_back, put_back_of, states_wanted, that_fits
 from shoal.checkpoint.pieces import Piece, Want, canonical, wants_of
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.source import Source
@@ -129,8 +129,7 @@ def restore(
             states = empty_states(saved, optimizer, role, own, names)
             masters = _masters_wanted(page.chunk, role) if page.has_master else []
             source.load(states_wanted(optimizer, states, role, own) + masters)
-            for name in names:
-                optimizer.torch.state[optimizer.known[name]] = {**states.get(name, {}), **extra["optim"].get(name, {})}
+            put_back_of(names, optimizer, states, extra)
             page.chunk.rest()
     return extra
 

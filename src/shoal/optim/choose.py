@@ -65,6 +65,13 @@ def scales(optimizer: torch.optim.Optimizer, gradients: Iterable[Tensor]) -> boo
     return fp32 and is_fused(one) and bool(getattr(one, "_step_supports_amp_scaling", False))
 
 
+def beside_masters(owned: Iterable[Buffer], *values: Tensor | None) -> list[Tensor | None]:
+    """Brings `values` to the host if masters are there, and so waits for the gradients too, which left the device
+    before: torch's fused kernels would read all of them at once."""
+    there = any(each.master_like.is_cpu for each in owned)
+    return [value.cpu() if there and value is not None else value for value in values]
+
+
 def kernel_of(optimizer: torch.optim.Optimizer, host: HostAdam | None) -> str:
     """Names what runs the updates of `optimizer`, those on the host by `host`."""
     if host is not None:

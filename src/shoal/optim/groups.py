@@ -84,6 +84,12 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def goes_with_parameter(key: str, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of torch has the state under `key` on the device of its parameter, of that `group`: a count
+    of steps only where a kernel reads it there, else the host would wait for each."""
+    return key != "step" or bool(group.get("fused") or group.get("capturable"))
+
+
 def small_groups(options: Sequence[Mapping[str, Any]], like: Tensor) -> list[dict[str, Any]]:
     """Groups with the `options` of real ones, each over one small parameter like `like`."""
     return [{**each, "params": [nn.Parameter(like.clone())]} for each in options]

@@ -16,7 +16,7 @@ from shoal.optim import choose
 from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer
 from shoal.optim.fused.host_adam import HostAdam
 from shoal.optim.fused.optimizer import OptimizerFactory
-from shoal.optim.groups import CHOICES, ParamGroups, kept_for
+from shoal.optim.groups import CHOICES, ParamGroups, goes_with_parameter, kept_for
 from shoal.optim.tiers.in_turn import InTurn
 from shoal.optim.tiers.page import Page
 
@@ -128,12 +128,12 @@ class ChunkOptimizer:
     @torch.no_grad()
     def stays(self, chunk: Chunk) -> None:
         """Follows `chunk`, which is on the device now (see Chunk.stay), with its parameters, gradients and state."""
-        owned = chunk.owned
+        owned, group = chunk.owned, choose.one_of(self.torch).param_groups[0]
         for slot in owned.slots:
             parameter = self._parameters[slot.name]
             parameter.data = slot.view(owned.master)
-            for value in self.torch.state.get(parameter, {}).values():
-                if isinstance(value, Tensor):
+            for key, value in self.torch.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and goes_with_parameter(key, group):
                     value.data = value.to(owned.data.device)
             self._grads[slot.name] = slot.view(owned.gradient)
         chunk.rest()
@@ -228,8 +228,8 @@ class ChunkOptimizer:
     ) -> None:
         """Runs the torch optimizer over the chunks `owned`: all of them, or the one at `index`."""
         if self._scales:
-            self.torch.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
-            self.torch.found_inf = skip  # type: ignore[attr-defined]
+            one: Any = self.torch
+            one.grad_scale, one.found_inf = choose.beside_masters(owned, factor.reciprocal().float(), skip)
         elif float(factor) != 1.0:
             for each in owned:
                 each.gradient.mul_(factor.to(each.gradient.device))
