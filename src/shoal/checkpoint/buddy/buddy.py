@@ -24,6 +24,7 @@ from shoal.checkpoint.buddy.snapshot import About, Alone, Mine, Snapshot, alone,
 from shoal.checkpoint.pieces import Piece
 from shoal.comm import Group
 from shoal.comm.wire import sent
+from shoal.device import finish
 
 
 @sent
@@ -140,6 +141,8 @@ class Buddy:
         assert self._alone is not None and self._kept is not None
         about, mine = self._kept.about, facts(self._mine, self._alone, touched)
         out = [chunk.owned.gradient for chunk in self._alone.chunks]
+        if any(gradient.is_cpu for gradient in out):
+            finish(self._device)  # they may still be on their way to the host
         room = self._free.pop() if self._free else None
         self._kept.log[step] = self._ring.deliver(mine, out, lambda _: about.shapes_of_gradients, room)
 
