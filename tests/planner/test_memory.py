@@ -19,7 +19,19 @@ from shoal.errors import BudgetExceeded
 from shoal.models import GPT, GPTConfig, MoEConfig, build, causal_lm
 from shoal.optim.buddy import FOR_BUDDY
 from shoal.optim.groups import decay_matrices_only
-from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
+from shoal.optim.tiers.placement import IN_TURN
+from shoal.planner import (
+    Machine,
+    MemoryNeed,
+    Place,
+    Recording,
+    Subject,
+    dry_run,
+    lay_out_all,
+    memory_need,
+    optimizer_state,
+    predict,
+)
 from shoal.precision import precision as precision_named
 from tests.exchange import teacher
 from tests.parity.cases import CASES, text
@@ -106,8 +118,9 @@ def kept_elsewhere(world: World, kept_here: int) -> int:
 
 
 def smallest(plan: Plan, precision, optimizer, model=gpt) -> int:
+    memory = {**(plan.memory or {}), "device": 1000}
     with pytest.raises(BudgetExceeded) as failure:
-        held(None, Plan(**{**plan.to_dict(), "memory": {"device": 1000}}), precision, optimizer, model)
+        held(None, Plan(**{**plan.to_dict(), "memory": memory}), precision, optimizer, model)
     return failure.value.needed
 
 
@@ -190,6 +203,30 @@ def test_other_models(table):
 def test_the_smallest_budget_is_the_one_that_the_engine_asks_for():
     for precision in ("fp32", "bf16"):
         assert predicted(Plan(memory={}), precision, "adamw", Place()).least == smallest(Plan(), precision, "adamw")
+
+
+def test_pages_that_are_streamed_are_in_the_budget():
+    plan = Plan(memory={"update": "streamed"})
+    need = predicted(plan, "bf16", "adamw", Place())
+    in_turn = held(None, plan, "bf16", "adamw")["tier"][IN_TURN]
+    assert need.of(IN_TURN) == pytest.approx(in_turn, abs=CHUNK)
+    streamed, plain = smallest(plan, "bf16", "adamw"), smallest(Plan(memory={}), "bf16", "adamw")
+    assert need.least - need.of(IN_TURN) == streamed - in_turn == plain
+
+
+def test_a_gpu_that_measures_where_to_update_may_need_more():
+    recording = run_dry("bf16", microbatch=12)
+    chunk = {"name": "allreduce", "chunk_bytes": CHUNK}
+
+    def of(update: str, device: int | None) -> MemoryNeed:
+        plan = Plan(memory={"update": update}, exchange=chunk)
+        machine = Machine(1 << 34, device)
+        return predict(recording, OPTIMIZERS["adamw"], plan, precision_named("bf16"), machine, 1).need
+
+    deferred, auto, streamed = (of(update, 1 << 34) for update in ("deferred", "auto", "streamed"))
+    assert auto.rows == streamed.rows and auto.total("device") > deferred.total("device")
+    assert auto.of("gradients") == 2 * deferred.of("gradients") and deferred.of(IN_TURN) == 0 < auto.of(IN_TURN)
+    assert of("auto", None).rows == of("deferred", None).rows, "a CPU updates there"
 
 
 TWO_RANKS = [

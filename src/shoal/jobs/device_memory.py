@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 
 from shoal.chunks import budget
@@ -22,8 +25,14 @@ def check_device_memory(settled: Settled, world: World) -> None:
     if allowed is None or allowed.device is None:
         return
 
+    # a GPU that measures where updates are faster need not take the way that needs more of it
+    sure = plan.memory
+    if isinstance(sure, Mapping) and allowed.update == "auto":
+        sure = {**sure, "update": "deferred"}
+
     def find() -> list[int] | None:
-        found = Forecast(settled, machine_here(world.local_size), process=0).predict(plan)
+        forecast = Forecast(settled, machine_here(world.local_size), process=0)
+        found = forecast.predict(replace(plan, memory=sure))
         return next(([fit.needed, fit.available] for fit in found.fits if fit.memory == BUDGET), None)
 
     told = from_first(world.everyone, find)

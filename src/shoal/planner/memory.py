@@ -85,6 +85,7 @@ def memory_need(
     Not counted are what an exchange keeps of its own (error feedback, averages), codes on their way, and what kernels
     allocate inside.
     """
+    at_a_time = _streamed(chunks, precision, state, plan, place)
     moved = replay(recording, chunks, microbatches, precision.grad.itemsize, place.on_gpu)
     home = "device" if plan.memory is None else "host"
     allowed = budget(plan.memory, torch.device("cpu")) or Budget()
@@ -95,6 +96,7 @@ def memory_need(
         *_kept(chunks, precision, state, home, place, away),
         *_unflushed(recording, chunks, plan, precision),
         *_in_turn(chunks, precision, state, away),
+        Row(IN_TURN, "device", at_a_time, "backward"),
         Row("buffers", "device", recording.buffers),
         *_on_loan(chunks, plan, place, precision, moved),
         *_in_use(plan, place, moved),
@@ -109,7 +111,7 @@ def memory_need(
     rows.append(Row("process", "host", process))
     others = kept - recording.activations  # of other microbatches, which a replay does not see
     beside = round((1 - allowed.activations) * others)
-    least = None if plan.memory is None else moved.least + beside
+    least = None if plan.memory is None else moved.least + beside + at_a_time
     return MemoryNeed(tuple(row for row in rows if row.nbytes), least)
 
 
@@ -185,8 +187,28 @@ def _rest(chunk: Laid, precision: Precision) -> int:
 
 def _in_turn(chunks: Sequence[Laid], precision: Precision, state: State, away: Sequence[Laid]) -> list[Row]:
     """Pages that are read, updated and written."""
-    trained = _trained(chunks)
-    return [Row(IN_TURN, "host", min(PAGES, len(trained)) * _largest_page(trained, precision, state))] if away else []
+    return [Row(IN_TURN, "host", _buffers(_trained(chunks), precision, state))] if away else []
+
+
+def _buffers(trained: Sequence[Laid], precision: Precision, state: State) -> int:
+    return min(PAGES, len(trained)) * _largest_page(trained, precision, state)
+
+
+def _streamed(chunks: Sequence[Laid], precision: Precision, state: State, plan: Plan, place: Place) -> int:
+    """Bytes of the device for pages in turn, where updates pass through it or, beside a GPU that will measure it,
+    may."""
+    trained = [chunk for chunk in _trained(chunks) if chunk.passes]
+    wide = all(_page(chunk, precision, state)["masters"] for chunk in trained)
+    return _buffers(trained, precision, state) if wide and may_stream(plan, precision, place.on_gpu) else 0
+
+
+def may_stream(plan: Plan, precision: Precision, on_gpu: bool) -> bool:
+    """Whether masters and optimizer state may pass through the device for their update: it is asked for, or left to a
+    GPU's measurement."""
+    allowed = budget(plan.memory, torch.device("cpu"))
+    if allowed is None or allowed.disk is not None or not precision.low or precision.keep != "whole":
+        return False
+    return allowed.update == "streamed" or (allowed.update == "auto" and on_gpu)
 
 
 def _kept(

@@ -23,7 +23,7 @@ from shoal.optim.buddy import steps_between
 from shoal.optim.groups import OptimizerFactory
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
-from shoal.planner.memory import MemoryNeed, memory_need
+from shoal.planner.memory import MemoryNeed, may_stream, memory_need
 from shoal.planner.recording import Recording
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
@@ -102,10 +102,11 @@ def predict(
         0, together, machine.ranks, machine.ranks == plan.stage_size, machine.device is not None, limit, with_experts
     )
     state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
-    alone = plan.size == 1 and microbatches == 1 and plan.memory is not None
-    if alone and state.in_one_pass and precision.model == torch.bfloat16:  # gradients go home as they are
-        precision = replace(precision, grad=torch.bfloat16)
     parameters, given = recording.parameters, given_chunk_bytes(exchange, chunk)
+    alone = plan.size == 1 and microbatches == 1 and plan.memory is not None
+    low = all(key.dtype == torch.bfloat16 and not key.sparse for _, _, key in parameters if key.trainable)
+    if alone and state.in_one_pass and low and not may_stream(plan, precision, place.on_gpu):
+        precision = replace(precision, grad=torch.bfloat16)  # gradients go home as they are
     size = chosen_chunk(parameters, plan, place, precision, state.whole_parameters, given, USUAL_CHUNK)
     chunks = lay_out_all(parameters, plan, place, precision, state.whole_parameters, size)
     asked = replace(plan, buddy=steps_between(plan.buddy, optimizer, recording.options, precision))
