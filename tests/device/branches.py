@@ -8,6 +8,7 @@ import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -176,14 +177,16 @@ def answers(world: World, folder: str) -> dict[str, object]:
             room.own_device(asked, 0, 1)
         except UserError as error:
             refused.append(str(error).partition(":")[0])
-    query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    query: Any = SimpleNamespace(is_cuda=True, device=device, dtype=torch.bfloat16, shape=(2, 64))
+    with patch("torch.backends.cuda.is_flash_attention_available", lambda: True):
+        flash = room.has_flash_attention(query)
     return {
         "own": [str(device), str(room.own_device(device.type, 0, 1)), str(room.any_device())],
         "name": room.hardware_name(device),
         "memory": (room.free_memory(device) or 0) > 0 and (room.total_memory(device) or 0) > 0,
         "capability": room.compute_capability(device),
         "attention": [room.attention_kernel(device, dtype) for dtype in (torch.bfloat16, torch.float32)],
-        "flash": room.has_flash_attention(query),  # type: ignore[arg-type]
+        "flash": flash,
         "peak": peak > 0,
         "allocator": room.allocator(device),
         "refused": refused,

@@ -12,6 +12,8 @@ from shoal.device.backend import backend
 
 AMPERE = (8, 0)
 """The first compute capability with matrix products in bf16 and tf32."""
+LARGEST_HEAD = 256
+"""Elements of a head, at most, for flash attention."""
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -21,18 +23,26 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def has_flash_attention(query: Tensor) -> bool:
-    """Whether torch's flash attention of an accelerator takes `query`; the CPU's is another operation."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    """Whether torch's flash attention of an accelerator, called by itself, takes `query`, of heads of `query.shape[-1]`
+    elements: torch's own `scaled_dot_product_attention` would pad them to a multiple of 8. The CPU's is another
+    operation."""
+    width = query.shape[-1]
+    return query.is_cuda and width % 8 == 0 and width <= LARGEST_HEAD and _is_flash(query.device, query.dtype)
+
+
+def _is_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device, a GPU, has flash attention in `dtype`."""
+    capability, is_built = compute_capability(device) or (0, 0), torch.backends.cuda.is_flash_attention_available()
+    return is_built and capability >= AMPERE and dtype in (torch.bfloat16, torch.float16)
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     """The name of torch's kernel for attention in `dtype` that is causal, or sees all, without another mask; None of
     other devices than GPUs."""
-    if (capability := compute_capability(device)) is None:
+    if compute_capability(device) is None:
         return None
     switches = torch.backends.cuda
-    flash = switches.is_flash_attention_available() and switches.flash_sdp_enabled()
-    if flash and capability >= AMPERE and dtype in (torch.bfloat16, torch.float16):
+    if switches.flash_sdp_enabled() and _is_flash(device, dtype):
         return "FlashAttention"
     return "memory-efficient attention" if switches.mem_efficient_sdp_enabled() else "attention of plain products"
 
