@@ -3,6 +3,7 @@ same bits as without."""
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
 
@@ -227,6 +228,36 @@ def test_state_that_is_streamed_through_the_device(precision, optimizer):
         assert mine[:2] == theirs[:2]
 
 
+def gradient_dtypes(world: World | None, model=gpt, loss=causal_lm, data=None, **plan) -> set[torch.dtype]:
+    """Of an engine whose gradients come once a step."""
+    plan = Plan(memory={"update": "at once"}, **plan)
+    running = Engine(model, loss, teacher.ADAMW, plan, global_batch=12, microbatch=12, precision="bf16", world=world)
+    try:
+        assert all(math.isfinite(running.step(batch).loss) for batch in running.batches(data or text(), steps=1))
+        return {chunk.owned.gradient.dtype for chunk in running.parts.chunks if chunk.trainable}
+    finally:
+        running.close()
+
+
+class Normed(torch.nn.Module):
+    """BatchNorm keeps fp32 parameters under bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(teacher.INPUTS)
+        self.linear = torch.nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+def test_gradients_go_to_the_host_as_bf16_where_that_rounds_none():
+    assert gradient_dtypes(None) == {torch.bfloat16}
+    assert gradient_dtypes(None, Normed, regression, teacher.data()) == {torch.float32}, "those of BatchNorm are fp32"
+    for plan in ({"tp": 2}, {"pp": 2}):  # ranks sum those of norms, or of tied weights
+        assert simulate_world(2, partial(gradient_dtypes, **plan)) == [{torch.float32}] * 2
+
+
 def test_only_masters_beside_low_precision_are_streamed(tmp_path):
     for precision, more in (("fp32", {}), ({"name": "bf16", "master": "split"}, {}), ("bf16", {"disk": str(tmp_path)})):
         with pytest.raises(UserError, match="goes with bf16 or fp16 and whole masters, without"):
@@ -369,6 +400,22 @@ def test_one_storage_goes_once(monkeypatch):
     assert torch.equal(back[3], x) and torch.equal(back[1] * 2, x)
     lane.close()
     assert device.held["activations"] == 2 * x.nbytes, "what has come back"
+
+
+def test_the_share_is_of_storages_however_often_they_are_saved(monkeypatch):
+    monkeypatch.setattr(saved, "WORTH", 256)
+    lane = Lane(torch.device("cpu"))
+    on_host, sent = saved.OnHost(0.5, lane, Tier("host"), None), []
+    for _ in range(4):
+        before = on_host.bytes_out
+        tensors = [torch.arange(1000.0) for _ in range(8)]
+        kept = [on_host.save(tensor) for tensor in tensors for _ in range(3)]
+        back = [on_host.restore(each, tensors[0].device, True) for each in reversed(kept) if each is not None]
+        assert all(torch.equal(each, tensors[0]) for each in back)
+        on_host.begin()
+        sent.append(on_host.bytes_out - before)
+    lane.close()
+    assert sent == [32_000, 16_000, 16_000, 16_000]
 
 
 class ChangesWhatItHasUsed(torch.nn.Module):

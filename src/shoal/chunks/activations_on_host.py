@@ -66,7 +66,7 @@ class OnHost:
 
     def __init__(self, share: float, lane: Lane, host: Tier, count: Activations | None) -> None:
         self._share, self._lane, self._host, self._count = share, lane, host, count
-        self._known: dict[int, tuple[StorageWeakRef, int, weakref.ref[Away]]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, int, weakref.ref[Away] | None]] = {}  # None: it stays
         self._last: weakref.ref[Away] | None = None
         self._all: int | None = None
         self._so_far = 0
@@ -98,13 +98,19 @@ class OnHost:
         if size < WORTH or torch._C._current_graph_task_id() != -1:  # recomputed in backward: used at once
             return None
         found = self._known.get(storage._cdata)
-        away = found[2]() if found is not None and not found[0].expired() and found[1] == tensor._version else None
+        away: Away | None = None
+        if found is not None and not found[0].expired() and found[1] == tensor._version:
+            if found[2] is None:
+                return None
+            away = found[2]()
         if away is None:
             self._so_far += size
-            if self._all is not None and self._share < 1 and self._so_far > self._share * self._all:
-                return None
-            away = self._send(tensor)
-            self._known[storage._cdata] = (StorageWeakRef(storage), tensor._version, weakref.ref(away))
+            stays = self._all is not None and self._share < 1 and self._so_far > self._share * self._all
+            away = None if stays else self._send(tensor)
+            reference = None if away is None else weakref.ref(away)
+            self._known[storage._cdata] = (StorageWeakRef(storage), tensor._version, reference)
+        if away is None:
+            return None
         return Saved(away, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _send(self, tensor: Tensor) -> Away:
