@@ -111,6 +111,7 @@ def test_work_aside_comes_behind_an_event_and_is_waited_for(cuda):
         cuda.calls.append(f"work on {room.current_stream(GPU).name}")
     assert cuda.calls == [
         "event 0 on main",
+        "set cuda:0",
         "stream 1 waits for event 0",
         "work on stream 1",
         "host waits for stream 1",
@@ -191,12 +192,20 @@ def test_generators_are_kept():
     assert torch.equal(first, torch.rand(2))
 
 
-def test_kernels_are_known_by_the_capability(cuda):
-    rows = {dtype: SimpleNamespace(is_cuda=True, device=GPU, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+def test_kernels_are_known_by_the_capability(cuda, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+    def queries(width: int) -> dict[torch.dtype, SimpleNamespace]:
+        kinds = (torch.bfloat16, torch.float32)
+        return {dtype: SimpleNamespace(is_cuda=True, device=GPU, dtype=dtype, shape=(2, width)) for dtype in kinds}
+
+    rows = queries(64)
     assert [room.has_grouped_products(each) for each in rows.values()] == [True, False]
     assert [room.has_flash_attention(each) for each in rows.values()] == [True, False]
+    assert [room.has_flash_attention(queries(width)[torch.bfloat16]) for width in (12, 256, 264)] == [False, True, False]
     cuda.get_device_capability = lambda device: (7, 5)
-    assert not room.has_grouped_products(rows[torch.bfloat16]) and room.compute_capability(GPU) == (7, 5)
+    assert not room.has_grouped_products(rows[torch.bfloat16]) and not room.has_flash_attention(rows[torch.bfloat16])
+    assert room.compute_capability(GPU) == (7, 5)
     on_host = torch.ones(1, dtype=torch.bfloat16)
     assert room.has_grouped_products(on_host) and not room.has_flash_attention(on_host)
     assert room.compute_capability(CPU) is None

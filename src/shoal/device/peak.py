@@ -33,6 +33,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
             product = _product(size, device, dtype)
         best = max(best, 2 * size**3 / _seconds_of(product, device))
         runs += 1
+    del product
     forget_most_allocated(device)  # these matrices are no part of the run's peak
     return best
 

@@ -31,6 +31,7 @@ def measure_products(device: torch.device, dtype: torch.dtype, largest: bool = T
         while len(taken) < 2 or (len(taken) < REPEATS and sum(taken) < ENOUGH):
             taken.append(_timed(x, weight, gradient))
         rows.append((2.0 * width**3, min(taken) / 3))
+        del x, weight, gradient
         if taken[0] > 5 * ENOUGH:
             break
     forget_most_allocated(device)  # these matrices are no part of a run's peak

@@ -54,11 +54,12 @@ def timed_event(device: torch.device) -> Event | None:
 @contextmanager
 def aside(device: torch.device, after: Event | None) -> Iterator[None]:
     """Runs what is launched inside on a stream of its own, behind the event `after`; returns when `device` has done
-    it."""
-    stream = new_stream(device)  # from torch's pool of streams: nothing is made
-    if stream is None:
+    it. For a thread beside the trainer's, of which `device` becomes the current one."""
+    module, stream = backend(device), new_stream(device)  # from torch's pool of streams: nothing is made
+    if module is None or stream is None:
         yield
         return
+    module.set_device(device)  # a thread begins with the first, which would get a context of this process
     with on_stream(stream):
         stream.wait_event(after)
         yield
