@@ -202,7 +202,11 @@ def test_kernels_are_known_by_the_capability(cuda, monkeypatch):
     rows = queries(64)
     assert [room.has_grouped_products(each) for each in rows.values()] == [True, False]
     assert [room.has_flash_attention(each) for each in rows.values()] == [True, False]
-    assert [room.has_flash_attention(queries(width)[torch.bfloat16]) for width in (12, 256, 264)] == [False, True, False]
+    assert [room.has_flash_attention(queries(width)[torch.bfloat16]) for width in (12, 256, 264)] == [
+        False,
+        True,
+        False,
+    ]
     cuda.get_device_capability = lambda device: (7, 5)
     assert not room.has_grouped_products(rows[torch.bfloat16]) and not room.has_flash_attention(rows[torch.bfloat16])
     assert room.compute_capability(GPU) == (7, 5)
