@@ -26,6 +26,7 @@ from shoal.errors import UserError
 from shoal.jobs.config import Data, Job, Run, Train
 from shoal.jobs.train import train
 from shoal.planner import Subject, parts_of
+from shoal.planner.measure import here
 from shoal.precision import precision
 from shoal.report.metrics import read_metrics
 from tests.device.uses import GPT_OF_A_USE, engine, exchanged, on
@@ -33,6 +34,7 @@ from tests.parity.cases import CASES, causal_lm, text
 from tests.parity.cases import engine as row
 
 TINY = 32
+WIDTHS = "shoal.device.products.ACCELERATOR_WIDTHS"
 """Rows of the matrices by which a peak is measured."""
 
 
@@ -190,4 +192,18 @@ def answers(world: World, folder: str) -> dict[str, object]:
         "peak": peak > 0,
         "allocator": room.allocator(device),
         "refused": refused,
+    }
+
+
+def measured(world: World, folder: str) -> dict[str, object]:
+    """A cluster of this device, from measurements of small tensors that nobody keeps."""
+    small = patch.multiple("shoal.planner.measure", COPIED=1 << 16, read=lambda _: None, keep=lambda *_: None)
+    with small, patch("shoal.planner.measure._disk", lambda: 0.0), patch(WIDTHS, (8, 16)):
+        found = here(1, 1, torch.bfloat16, world.device)
+    (host,) = found.hosts
+    return {
+        "formats": sorted(host.device.flops),
+        "rates": min(*host.device.flops.values(), host.device.bandwidth, host.to_host) > 0,
+        "on cores": host.device.on_host,
+        "peak": room.most_allocated(world.device) == room.allocated(world.device),
     }

@@ -126,3 +126,10 @@ def test_the_room_of_devices_answers():
         "allocator": "torch's own settings",
         "refused": ["there is no cuda", 'device = "sim'],
     }
+
+
+@simulated
+def test_a_device_is_measured_and_nothing_of_that_stays():
+    (run,) = simulate_ranks(uses.used, 1, "cuda", branches.measured)
+    assert run.trace.defects == []
+    assert run.result == {"formats": ["bf16", "fp16", "fp32"], "rates": True, "on cores": False, "peak": True}

@@ -19,6 +19,7 @@ import torch
 from shoal.comm import Reach, Reaches, World, measure_reaches
 from shoal.comm.reaches import hosts_of
 from shoal.device import CPU, free_memory, hardware_name, is_accelerator, kind_of, measure_products, synchronize
+from shoal.device.memory import forget_most_allocated
 from shoal.errors import StorageError
 from shoal.optim.tiers.disk import THREADS, Stored, buffer
 from shoal.planner.cluster import FORMATS, Cluster, Device, Host, Link
@@ -93,6 +94,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
                 flops[_format(other)] = max(operations / seconds for operations, seconds in more)
     reached = _shares(rows, flops[_format(dtype)], dtype.itemsize, bandwidth, 0.0 if is_accelerator(device) else launch)
     copies, disk = _copies(device), _disk()
+    forget_most_allocated(device)  # nothing of this is part of a run's peak
     return Rates(flops, reached, bandwidth, launch, copies, disk, time.perf_counter() - began, time.time())
 
 
