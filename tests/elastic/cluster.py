@@ -55,6 +55,10 @@ class Crew:
     def paces(self) -> Paces | None:
         return self._member.paces(self._now.start) if self._now is not None else None
 
+    @property
+    def stalled(self) -> bool:
+        return self._now is not None and self._member.stalled(self._now.start)
+
     def begin(self, job: Admitted) -> None:
         self._begun = True
 
@@ -74,6 +78,10 @@ class Crew:
             asked = how != NOW
             self._now.end("stopped" if asked else "lost", step=10 * self._now.start.generation, holds=how != END)
 
+    def give_up(self) -> None:
+        if self._now is not None and self.stalled:
+            self._now.end("killed", 1, message="stalled", holds=True)
+
     def kill(self) -> None:
         if self._now is not None:
             self._now.end("lost")
@@ -92,6 +100,7 @@ class Member:
     said: list[str] = field(default_factory=list)
     open_store: Callable[[str], int] = lambda host: 1
     paces: Callable[[Start], Paces | None] = lambda start: None
+    stalled: Callable[[Start], bool] = lambda start: False
     limits: Limits = field(default_factory=lambda: Limits(settle=0.1))
     journals: Path | None = None
 

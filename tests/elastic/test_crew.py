@@ -16,8 +16,9 @@ from shoal.elastic import crew as room
 from shoal.elastic.crew import Crew
 from shoal.elastic.events import END, HALT, NOW
 from shoal.elastic.messages import Admitted, Report, Start
+from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
-from shoal.launch.board import FIRST, Progress
+from shoal.launch.board import FIRST, SAVE, Progress
 from shoal.launch.fork_server import NAME
 
 SCRIPT = """
@@ -179,6 +180,35 @@ def test_a_rank_that_does_not_leave_is_killed(crew, monkeypatch):
     made.leave(NOW)
     report = left(made, 10.0)
     assert (report.outcome, report.ranks, report.holds) == ("lost", 1, True)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "what, outcome, named", [("deaf", "failed", "rank 0 does not leave what it is in: "), ("wait", "killed", "")]
+)
+def test_where_no_rank_comes_further_those_that_do_not_leave_are_named(crew, monkeypatch, what, outcome, named):
+    monkeypatch.setattr(room, "LEAST", 0.5)
+    where = "all_reduce (loss), collective 7 of group world"
+    now = time.monotonic()
+    board = Progress(8, SAVE, now - 70, now, waits=now - 70, where=where, save=1.0)
+    made, said = crew(what), []
+    made._say = said.append
+    ready(made, 2)
+    made.place(start_of(1, 2))
+    made.give_up()
+    assert not made.stalled and made._how is None  # all may come further
+    monkeypatch.setattr(Worker, "progress", lambda self: board)
+    deadline = time.monotonic() + 20
+    while not made.stalled:
+        assert made.look() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert made._how is None
+    made.give_up()
+    assert made._how == NOW and not made.stalled
+    report = left(made, 10.0)
+    text = f"{named}all ranks here wait for others; rank 0 is in {where} for 7"
+    assert report.outcome == outcome and report.message.startswith(text) and said[-1].startswith(text)
+    assert report.ranks == (1 if named else 2) and report.holds
 
 
 @pytest.mark.matrix

@@ -12,7 +12,7 @@ import pytest
 from tests.elastic.test_live import Run, run, same, undisturbed  # noqa: F401
 
 HANGS = """
-import os, signal, time
+import os, signal, sys, time
 
 places = os.environ["HANGS_IN"].split(",")
 
@@ -27,11 +27,25 @@ def hang(number, frame):
         frame = frame.f_back
     signal.setitimer(signal.ITIMER_REAL, 0.002)
 
-signal.signal(signal.SIGUSR1, hang)
+def hang_in_a_collective(number, frame):
+    from shoal.comm.stalls import Calls
+
+    def end(calls, before=Calls.end):
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == places[1]:
+                time.sleep(1e6)
+            frame = frame.f_back
+        before(calls)
+
+    Calls.end = end
+
+signal.signal(signal.SIGUSR1, hang_in_a_collective if places[0] == "collective" else hang)
 signal.signal(signal.SIGALRM, hang)
 """
 """After SIGUSR1 a process's main thread stands still once it has been in functions of these names, one after the other,
-and in the last one in no collective, where it would count as one that waits; its other threads go on."""
+and in the last one in no collective, where it would count as one that waits; its other threads go on. After
+"collective" it stands still in the first collective that the function calls, out of which the others come."""
 
 
 @pytest.mark.matrix
@@ -39,6 +53,12 @@ and in the last one in no collective, where it would count as one that waits; it
     "places, sets, killed, said",
     [
         ("evaluate", ["run.eval_every=5"], 0, "came no further in an evaluation for 1"),
+        (
+            "collective,evaluate",
+            ["run.eval_every=5"],
+            0,
+            "does not leave what it is in: all ranks here wait for others",
+        ),
         ("save", ["run.save_every=5"], 0, "has not completed a save for 6"),
         ("_enter,step", ["run.first_within=20"], 1, "has not completed the first step for 2"),
     ],

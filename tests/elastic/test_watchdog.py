@@ -169,6 +169,59 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_the_others_for_a_moment():
     assert not watchdog.look(boards, set(), now + 12.5).here
 
 
+WHERE = "all_reduce (loss), collective 7 of group world"
+
+
+@pytest.mark.parametrize("phase, limit, at", [(EVALUATION, 10.0, "in an evaluation"), (SAVE, 60.0, "in a save")])
+def test_ranks_that_all_wait_in_an_evaluation_or_a_save_are_no_hang_unless_nobody_comes_further(phase, limit, at):
+    watchdog, boards, now = trained(0.1)
+    boards = {
+        rank: replace(board, phase=phase, evaluation=0.02, save=0.5, waits=now, where=WHERE)
+        for rank, board in boards.items()
+    }
+    assert watchdog.look(boards, set(), now + limit - 0.1) is None and watchdog.standstill is None
+    assert watchdog.look(boards, set(), now + limit + 0.1) is None
+    hang = watchdog.standstill
+    assert (hang.here, hang.stopped, hang.first) == (False, False, False)
+    in_it = f"is in {WHERE} for {limit:.0f} s"
+    assert hang.text == f"all ranks here wait for others; rank 0 {in_it}, rank 1 {in_it}"
+    late = hang.of([0])
+    assert late.here and late.text == f"rank 0 does not leave what it is in: {hang.text}"
+    works = {**boards, 1: replace(boards[1], waits=0.0, where="")}
+    assert watchdog.look(works, set(), now + limit + 0.3).text.endswith(f"rank 1 is {at} after step 8")
+    assert watchdog.standstill is None  # it is missing
+    for other in (
+        {"stepped": now + limit, "waits": now + limit},  # it comes further, as one with more microbatches
+        {"phase": BUSY},  # it writes a sample
+    ):
+        watchdog.look(boards, set(), now + limit + 0.5)
+        assert watchdog.standstill is not None
+        assert watchdog.look({**boards, 1: replace(boards[1], **other)}, set(), now + limit + 0.7) is None
+        assert watchdog.standstill is None
+
+
+def test_what_nobody_has_timed_is_a_standstill_after_the_time_that_the_job_gives():
+    watchdog, boards, now = trained(0.1)
+    boards = {
+        rank: replace(board, phase=SAVE, first=1800.0, waits=101.0, where=WHERE) for rank, board in boards.items()
+    }
+    watchdog.look(boards, set(), now + 1799)
+    assert watchdog.standstill is None
+    watchdog.look(boards, set(), now + 1801)
+    assert watchdog.standstill.first and "(run.first_within; " in watchdog.standstill.text
+    boards = {rank: replace(board, first=0.0) for rank, board in boards.items()}
+    watchdog.look(boards, set(), 1e9)
+    assert watchdog.standstill is None
+
+
+def test_one_rank_in_an_evaluation_while_others_are_already_in_the_next_step_is_a_standstill():
+    """It hangs in the last collective of the evaluation, out of which the others have come."""
+    watchdog, boards, now = trained(0.1)
+    boards = {rank: replace(board, evaluation=0.02, waits=101.0, where=WHERE) for rank, board in boards.items()}
+    boards[0] = replace(boards[0], phase=EVALUATION)
+    assert watchdog.look(boards, set(), now + 20) is None and watchdog.standstill is not None
+
+
 def test_a_stopped_process_is_found_after_a_second_whatever_it_does():
     watchdog, boards, now = trained(0.1)
     assert watchdog.look(boards, {1}, now) is None

@@ -45,6 +45,7 @@ from shoal.elastic.messages import (
     Drain,
     Elsewhere,
     End,
+    GiveUp,
     Heard,
     Held,
     Join,
@@ -56,6 +57,7 @@ from shoal.elastic.messages import (
     Released,
     Report,
     Roster,
+    Stalled,
     Start,
     Waiting,
 )
@@ -64,6 +66,7 @@ from shoal.elastic.peers import STANDBYS, Peer, Peers
 from shoal.elastic.records import Malformed
 from shoal.elastic.relay import Branch
 from shoal.elastic.site import Site
+from shoal.elastic.standstill import Standstill
 from shoal.elastic.tunnel import Tunnel
 from shoal.elastic.waiting import why_it_waits
 
@@ -78,7 +81,8 @@ class Coordinator:
         self._peers = Peers(site.name, machine.roster.known, STANDBYS if site.tenure is None else 0)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._names = {each: name for name, each in machine.roster.known.items()} | {site.incarnation: site.name}
-        self._stragglers, self._kept, self._next_look = Stragglers(), set[tuple[str, int]](), 0.0
+        self._stragglers, self._standstill, self._next_look = Stragglers(), Standstill(), 0.0
+        self._kept = set[tuple[str, int]]()
         self.released = False
         """Whether the member in whose process this runs has drained and leaves."""
 
@@ -184,6 +188,8 @@ class Coordinator:
                 self._stragglers.take(name, message, peer.heard)
             except ValueError as error:
                 raise Malformed(str(error)) from None
+        elif isinstance(message, Stalled):
+            self._standstill.take(name, message.generation, peer.heard)
         elif isinstance(message, Drain):
             self.tell(Draining(time.time(), name))
         elif isinstance(message, Ask):
@@ -221,14 +227,16 @@ class Coordinator:
                 self._peers.even_out(relays.FANOUT)
             if now >= self._next_look:
                 self._next_look = now + _LOOK_AT_PACES
-                self._look_for_stragglers(now)
+                self._look_at_ranks(now)
 
-    def _look_for_stragglers(self, now: float) -> None:
-        """Has a slow member put aside, unless as many nodes as it leaves are too few."""
+    def _look_at_ranks(self, now: float) -> None:
+        """Has all ranks leave where none comes further, and a slow member put aside, unless too few nodes are left."""
         machine = self.machine
         number = machine.generation.number if machine.generation is not None else 0
-        found = self._stragglers.look(number, machine.named, now)
-        if found is None:
+        if machine.phase == RUNNING and self._standstill.look(number, machine.pending, now):
+            self._site.say(f"no rank of generation {number} comes further: all leave it")
+            self._peers.send_all(GiveUp(number))
+        if (found := self._stragglers.look(number, machine.named, now)) is None:
             return
         self._stragglers.forget(found.name)
         if machine.can_spare(found.name):

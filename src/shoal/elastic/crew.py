@@ -5,25 +5,23 @@ A process stays when its generation ends, and with it the state in its memory. O
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.comm.signed import derived
-from shoal.elastic.control import JOB, Place
+from shoal.elastic.control import Place
 from shoal.elastic.events import END, NOW
 from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.pace import paces_of
-from shoal.elastic.pulse import VARIABLE as PULSE
 from shoal.elastic.pulse import Pulse
 from shoal.elastic.watchdog import Hang, Watchdog
-from shoal.elastic.worker import Worker
+from shoal.elastic.worker import Worker, log_of, variables_of
 from shoal.errors import LaunchError, UserError
 from shoal.launch import fork_server
 from shoal.launch.fork_server import ForkServer
-from shoal.launch.process import MISTAKE_GRACE, library_variables
+from shoal.launch.process import MISTAKE_GRACE
 from shoal.launch.store import rank_list
 from shoal.launch.verdict import Ending, verdict
 
@@ -55,8 +53,7 @@ class Crew:
         self._workers: list[Worker] = []
         self._started = self._tries = 0
         self._start: Start | None = None  # the generation under way
-        self._watchdog, self._looked = Watchdog(), 0.0
-        self._patience = 1.0
+        self._watchdog, self._patience, self._looked = Watchdog(), 1.0, 0.0
         self._paces: Paces | None = None
         self._hang: Hang | None = None
         self._how: str | None = None  # the ranks are asked to leave
@@ -71,7 +68,8 @@ class Crew:
             self._job, self._pulse = job, Pulse(self._folder / "pulse")
             try:
                 if fork_server.available():
-                    self._forks = ForkServer(job.program, self._variables(), _log(job, "forks"))
+                    variables = variables_of(self._secret, self._folder, self._wanted)
+                    self._forks = ForkServer(job.program, variables, log_of(job, "forks"))
             except OSError as error:
                 raise LaunchError(f"the fork server cannot be started: {error}") from error
             self._restock(job)
@@ -100,6 +98,11 @@ class Crew:
         """How fast the ranks work, of each part of the model the slowest; None where that is not known."""
         return self._paces
 
+    @property
+    def stalled(self) -> bool:
+        """Whether none of the ranks comes further, and all wait for others; see standstill.py."""
+        return self._how != NOW and self._watchdog.standstill is not None
+
     def place(self, start: Start) -> None:
         """Gives waiting processes their places in a generation: those first that have the state of the run. Raises
         LaunchError where there are not enough."""
@@ -123,6 +126,11 @@ class Crew:
             self._hurry()
         for worker in self._training():
             worker.leave(how)
+
+    def give_up(self) -> None:
+        """Has the ranks leave at once if they are still stalled."""
+        if self.stalled and (hang := self._watchdog.standstill) is not None:
+            self._meet(hang)
 
     def _hurry(self) -> None:
         """Sets when ranks are killed that have not left by then."""
@@ -179,6 +187,9 @@ class Crew:
             for worker in training:
                 worker.leave(NOW)
         if self._killed is not None and now >= self._killed:
+            if (hang := self._hang or self._watchdog.standstill) is not None and not hang.here:
+                self._hang = hang.of([each.process.rank for each in training])
+                self._say(self._hang.text)
             self.kill()
         if now - self._looked >= _LOOK_AT_BOARDS:
             self._looked = now
@@ -186,17 +197,20 @@ class Crew:
         return None
 
     def _watch(self, training: list[Worker], now: float) -> None:
-        """Kills ranks that hang here; has the others leave, also where those that hang are elsewhere."""
+        """Looks at what the ranks show: their pace, and whether some hang."""
         boards = {each.process.rank: each.progress() for each in training}
         stopped = {each.process.rank for each in training if each.is_stopped()}
         self._paces = paces_of(self._start.generation, boards) if self._start is not None else None
         hang = self._watchdog.look(boards, stopped, now)
-        if hang is None or self._hang is not None:
-            return
+        if hang is not None and self._hang is None:
+            self._meet(hang)
+
+    def _meet(self, hang: Hang) -> None:
+        """Kills ranks that hang here; has the others leave, also where those that hang are elsewhere."""
         self._hang = hang
         self._patience *= 2 if hang.first else 1
         self._say(hang.text)
-        for worker in training:
+        for worker in self._training():
             if worker.process.rank in hang.ranks:
                 worker.kill()
         self.leave(NOW)
@@ -243,8 +257,9 @@ class Crew:
         for slot in sorted({*range(self._wanted)} - {each.slot for each in self._workers}):
             self._started += 1
             try:
-                log = _log(job, f"process{self._started}")
-                worker = Worker(self._started, slot, job.program, self._folder, self._variables(), log, forks)
+                log = log_of(job, f"process{self._started}")
+                variables = variables_of(self._secret, self._folder, self._wanted)
+                worker = Worker(self._started, slot, job.program, self._folder, variables, log, forks)
             except OSError as error:
                 if forks is None:
                     text = f"process {self._started} cannot be started: {error}. Try fewer ranks."
@@ -253,13 +268,6 @@ class Crew:
                 self._due = time.monotonic()
                 return
             self._workers.append(worker)
-
-    def _variables(self) -> Mapping[str, str]:
-        """Returns the environment of a process. It has no secret of the job: each generation has its own."""
-        own = {JOB: derived(self._secret, "job").hex()[:16], "SHOAL_LAUNCHER": str(os.getpid())}
-        own[PULSE] = str(self._folder / "pulse")
-        env = {**os.environ, **own}
-        return {**env, **library_variables(env, self._wanted)}
 
     def _conclude(self, start: Start) -> Report:
         """Judges how the ranks have left the generation."""
@@ -286,12 +294,7 @@ class Crew:
             text = f"rank {rank_list(early)} ended with exit code 0 while others were at work"
             return "killed", LaunchError.exit_code, text
         if any(each.failed for each in self._endings) or self._how == NOW or (some_left and not asked):
+            if self._hang is not None:
+                return "killed", LaunchError.exit_code, self._hang.text
             return "lost", 0, "its ranks lost others"
         return "stopped" if some_left or self._how == END else "finished", 0, ""
-
-
-def _log(job: Admitted, name: str) -> Path:
-    """Returns the file for the output of a process of this node."""
-    folder = Path(job.run_dir) / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{job.name}-{name}.log"

@@ -67,6 +67,13 @@ class Paces:
 
 
 @dataclass(frozen=True)
+class Stalled:
+    """None of the member's ranks in this generation comes further, and all wait: see standstill.py."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Drain:
     """The member wants to leave."""
 
@@ -180,6 +187,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """All members have said that they are Stalled: if the ranks still are, they are to leave at once."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Entry:
     """The next lines of the journal, for a standby."""
 
@@ -213,5 +227,7 @@ class Over:
     why: str
 
 
-FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Paces, Drain, Ask, Held, Passed))
-TO_MEMBER = kinds((Admitted, Refused, Elsewhere, Via, Heard, Start, End, Entry, Roster, Note, Released, Over, Passed))
+FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Paces, Stalled, Drain, Ask, Held, Passed))
+TO_MEMBER = kinds(
+    (Admitted, Refused, Elsewhere, Via, Heard, Start, End, GiveUp, Entry, Roster, Note, Released, Over, Passed)
+)

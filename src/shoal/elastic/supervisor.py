@@ -25,6 +25,7 @@ from shoal.elastic.messages import (
     Elsewhere,
     End,
     Entry,
+    GiveUp,
     Heard,
     Held,
     Note,
@@ -34,6 +35,7 @@ from shoal.elastic.messages import (
     Released,
     Report,
     Roster,
+    Stalled,
     Start,
     Waiting,
 )
@@ -43,7 +45,7 @@ from shoal.errors import LaunchError
 
 _LOOK = 0.02
 _PACES = 4
-"""Beats after which the pace of the ranks is told."""
+"""Beats after which the pace of the ranks is told, and whether none of them comes further."""
 
 
 class Ranks(Protocol):
@@ -65,6 +67,10 @@ class Ranks(Protocol):
     def paces(self) -> Paces | None:
         """How fast the ranks work, where that is known."""
 
+    @property
+    def stalled(self) -> bool:
+        """Whether none of the ranks comes further, and all wait for others; see standstill.py."""
+
     def begin(self, job: Admitted) -> None:
         """Starts the processes, once."""
 
@@ -76,6 +82,9 @@ class Ranks(Protocol):
 
     def leave(self, how: str) -> None:
         """Has the ranks leave their generation; see events.NOW."""
+
+    def give_up(self) -> None:
+        """Has the ranks leave at once if they are still stalled."""
 
     def kill(self) -> None:
         """Ends the ranks at once; does not wait."""
@@ -175,6 +184,9 @@ class Supervisor:
             self._start(connection, message)
         elif isinstance(message, End):
             self._end(connection, message)
+        elif isinstance(message, GiveUp):
+            if message.generation == self._at.running:
+                self._ranks.give_up()
         elif isinstance(message, Entry):
             connection.send(Held(max(map(succession.take, message.lines), default=0)))
         elif isinstance(message, Roster):
@@ -219,8 +231,8 @@ class Supervisor:
                 number, next_beat = number + 1, now + (RELAY_BEAT if self._at.relay.busy else BEAT)
                 self._beats[number] = now
                 connection.send(Beat(number))
-                if number % _PACES == 0 and (paces := self._ranks.paces) is not None and self._at.running:
-                    connection.send(paces)
+                if number % _PACES == 0 and self._at.running:
+                    self._tell_progress(connection)
             self._left = self._ranks.look() or self._left
             if connection is not None:
                 self._tell(connection)
@@ -241,6 +253,13 @@ class Supervisor:
         self._left = None
         if self._ranks.ready != self._told:
             connection.send(Waiting(self._offer()[0]))
+
+    def _tell_progress(self, connection: Connection | Passage) -> None:
+        """Tells the coordinator how fast the ranks work, or that none comes further."""
+        if (paces := self._ranks.paces) is not None:
+            connection.send(paces)
+        if self._ranks.stalled:
+            connection.send(Stalled(self._at.running))
 
     def _cut_off(self) -> None:
         if self._at.running:

@@ -3,8 +3,9 @@
 A rank that trains and has committed no step for max(10 s, 5 x the median step) hangs, or waits for one that does. In an
 evaluation it is to come further, by a microbatch, within 5 times the longest that this has taken, too; a save, up to
 the next step, may take max(60 s, 5 x the longest one before). Those that are not in a collective are missing there;
-where all ranks of this host train and are in one, the missing rank is elsewhere, and the others' supervisors find it. A
-stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
+where all ranks of this host train and are in one, the missing rank is elsewhere, and the others' supervisors find it.
+In an evaluation or a save they may wait for long: whether a rank elsewhere comes further, the members find out together
+(standstill.py). A stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
 
 What nobody has timed yet in a generation (its first step, microbatch of an evaluation, save) has the time that the job
 gives it: half an hour, since it may compile, read a cold disk, or wait for a slow machine. If that was too short the
@@ -16,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, Progress
 
@@ -48,6 +49,11 @@ class Hang:
     def here(self) -> bool:
         return bool(self.ranks)
 
+    def of(self, ranks: list[int]) -> Hang:
+        """Returns the hang where all waited and had to leave, and `ranks` have not left."""
+        text = f"rank {_numbers(ranks)} does not leave what it is in: {self.text}"
+        return replace(self, ranks=tuple(ranks), text=text)
+
 
 class Watchdog:
     """Watches the ranks of a host in one generation. `patience`: how many times as long as the job says they have for
@@ -62,6 +68,8 @@ class Watchdog:
         self._longest: dict[int, float] = {}  # by phase, as the ranks have measured it; none where it was not yet
         self.step = -1
         """The last step that any of the ranks has shown."""
+        self.standstill: Hang | None = None
+        """The hang that there is if no rank elsewhere comes further, either: all ranks here are late, and wait."""
 
     def look(self, boards: Mapping[int, Progress], stopped: set[int], now: float) -> Hang | None:
         """Returns the hang that there is now.
@@ -70,6 +78,7 @@ class Watchdog:
         """
         self.step = max(self.step, *(board.step for board in boards.values()), -1)
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        self.standstill = None
         long = [
             rank
             for rank, since in self._stopped.items()
@@ -95,9 +104,11 @@ class Watchdog:
             does = _DOES[late[missing[0]].phase]
             text = f"rank {_numbers(missing)} {does} for {seconds:.0f} s{more}; {_places(boards, now)}"
             return Hang(tuple(missing), False, text, first)
+        wait = Hang((), False, f"all ranks here wait for others{more}; {_places(boards, now)}", first)
+        self.standstill = wait if len(late) == len(boards) else None
         trains = all(board.phase in (STEP, FIRST) for board in boards.values())
         if trains and all(now - board.stepped > self._limit_of(board) + ELSEWHERE for board in late.values()):
-            return Hang((), False, f"all ranks here wait for others{more}; {_places(boards, now)}", first)
+            return wait
         return None
 
     def look_last(self, board: Progress) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from shoal.elastic.control import FROM_PROCESS, VARIABLE, Leave, Left, Line, Place, Warm
+from shoal.comm.signed import derived
+from shoal.elastic.control import FROM_PROCESS, JOB, VARIABLE, Leave, Left, Line, Place, Warm
+from shoal.elastic.messages import Admitted
+from shoal.elastic.pulse import VARIABLE as PULSE
 from shoal.launch.board import VARIABLE as BOARD
 from shoal.launch.board import Progress, read_board
 from shoal.launch.fork_server import ForkServer
-from shoal.launch.process import RankProcess
+from shoal.launch.process import RankProcess, library_variables
 from shoal.launch.verdict import Ending
 
 STDOUT = "SHOAL_STDOUT"
@@ -125,3 +128,19 @@ class Worker:
         self._line.close()
         self._board.unlink(missing_ok=True)
         return self.process.ending()
+
+
+def log_of(job: Admitted, name: str) -> Path:
+    """Returns the file for the output of a process of a node."""
+    folder = Path(job.run_dir) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{job.name}-{name}.log"
+
+
+def variables_of(secret: bytes, folder: Path, ranks: int) -> Mapping[str, str]:
+    """Returns the environment of a process of a node with so many `ranks`. It has no secret of the job: each generation
+    has its own."""
+    own = {JOB: derived(secret, "job").hex()[:16], "SHOAL_LAUNCHER": str(os.getpid())}
+    own[PULSE] = str(folder / "pulse")
+    env = {**os.environ, **own}
+    return {**env, **library_variables(env, ranks)}
