@@ -93,7 +93,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("shoal.report.versions").own_version()
+        from importlib import metadata  # a fifth of what `shoal --help` takes, and seldom asked for
+
+        try:
+            return metadata.version("shoal")
+        except metadata.PackageNotFoundError:
+            return "source tree"  # it is not installed
     if name == "lr":
         return import_module("shoal.optim.lr")
     if name not in _HOME:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -20,5 +21,5 @@ def test_a_source_tree_that_is_not_installed_has_none(monkeypatch):
     def absent(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "version", absent)
+    monkeypatch.setattr(metadata, "version", absent)
     assert shoal.__version__ == versions.versions()["shoal"] == "source tree"

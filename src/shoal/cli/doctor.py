@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import shoal
 from shoal import native, units
 from shoal.cli.format_table import format_table, measure_formats
 from shoal.cli.link_table import link_table
@@ -29,7 +30,6 @@ from shoal.errors import ShoalError
 from shoal.launch import launch
 from shoal.launch.process import usable_cores
 from shoal.launch.scratch import scratch
-from shoal.report.versions import own_version
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -85,7 +85,7 @@ def _versions() -> list[Check]:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     old = found < OLDEST_TORCH
     checks = [
-        Check("shoal", "OK", f"{own_version()} on Python {sys.version.split()[0]}"),
+        Check("shoal", "OK", f"{shoal.__version__} on Python {sys.version.split()[0]}"),
         Check("torch", "FAIL" if old else "OK", torch.__version__, "install torch 2.11 or newer" if old else ""),
     ]
     missing = [name for name in OPTIONAL if _missing(name)]

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+import shoal
 from shoal import units
 
 from . import figures
@@ -31,7 +32,6 @@ from .replace import replace_text
 from .result import summarize
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 from .timeline_figure import WORDS, bar_colours, timeline_chart
-from .versions import own_version
 
 TIMELINE_STEPS = 3
 SAMPLES = 6
@@ -86,7 +86,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         server=records.servers[-1] if records.servers else None,
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
-        version=own_version(),
+        version=shoal.__version__,
         script=script,
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
     )
