@@ -121,16 +121,17 @@ class Offload:
     def _how(self, trained: Sequence[Buffer], disk: bool) -> str:
         """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU,
         which has something else to do during the forward; else where it takes less."""
-        asked, able = self.allowed.update, not disk and all(has_master(chunk) for chunk in trained)
-        if asked == "streamed" or (asked == "auto" and is_accelerator(self._device)):
-            able = all(self._everyone.all_gather_object(able))
+        asked = self.allowed.update
+        if asked == "auto" and not is_accelerator(self._device):
+            return "at once"
+        if asked not in ("auto", "streamed"):
+            return asked
+        able = all(self._everyone.all_gather_object(not disk and all(map(has_master, trained))))
         if asked == "streamed" and not able:
             raise UserError(
                 'plan.memory.update = "streamed" moves masters beside low-precision weights through the device: it '
                 "goes with bf16 or fp16 and whole masters, without plan.memory.disk"
             )
-        if asked != "auto" or not is_accelerator(self._device):
-            return "at once" if asked == "auto" else asked
         return "streamed" if able and self._prefers_device(self._keys) else "deferred"
 
     def _prefers_device(self, keys: Sequence[str]) -> bool:

@@ -98,19 +98,19 @@ class OnHost:
         if size < WORTH or torch._C._current_graph_task_id() != -1:  # recomputed in backward: used at once
             return None
         found = self._known.get(storage._cdata)
-        away: Away | None = None
-        if found is not None and not found[0].expired() and found[1] == tensor._version:
-            if found[2] is None:
-                return None
-            away = found[2]()
+        if found is not None and (found[0].expired() or found[1] != tensor._version):
+            found = None  # other values, or another storage where it was
+        if found is not None and found[2] is None:
+            return None
+        away = found[2]() if found is not None and found[2] is not None else None
         if away is None:
             self._so_far += size
-            stays = self._all is not None and self._share < 1 and self._so_far > self._share * self._all
-            away = None if stays else self._send(tensor)
-            reference = None if away is None else weakref.ref(away)
-            self._known[storage._cdata] = (StorageWeakRef(storage), tensor._version, reference)
-        if away is None:
-            return None
+            known = StorageWeakRef(storage), tensor._version
+            if self._all is not None and self._share < 1 and self._so_far > self._share * self._all:
+                self._known[storage._cdata] = (*known, None)
+                return None
+            away = self._send(tensor)
+            self._known[storage._cdata] = (*known, weakref.ref(away))
         return Saved(away, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _send(self, tensor: Tensor) -> Away:
