@@ -18,6 +18,8 @@ from tests.parity.cases import CASES, engine
 
 STEPS = 4
 """The last one of an epoch has fewer microbatches: a pass of another kind."""
+RESULT = 1024
+"""Bytes beside what the first step needs: the numbers of the step before, which nobody has read."""
 
 
 def needed(rank: Rank, where: str, case: str, plan: dict[str, Any]) -> int:
@@ -31,7 +33,7 @@ def needed(rank: Rank, where: str, case: str, plan: dict[str, Any]) -> int:
 
 def taken(rank: Rank, where: str, case: str, plan: dict[str, Any], device: int) -> tuple[list[float], int]:
     """Losses, and the most bytes that tensors of the device took in a step."""
-    with _watched() as seen:
+    with watched() as seen:
         running = _engine(rank, where, case, plan, device)
         seen.clear()
         found = list(losses(running, case))
@@ -51,7 +53,7 @@ def _engine(rank: Rank, where: str, case: str, plan: dict[str, Any], device: int
 
 
 @contextmanager
-def _watched() -> Iterator[list[tuple[int, int] | None]]:
+def watched() -> Iterator[list[tuple[int, int] | None]]:
     """What the allocator says each time before it forgets."""
     seen: list[tuple[int, int] | None] = []
 

@@ -15,9 +15,10 @@ from torch import nn
 from shoal import Engine, Plan
 from shoal.chunks import activations_on_host
 from shoal.comm import World
-from shoal.device import asked_for, forget_most_allocated
+from shoal.device import asked_for
 from shoal.errors import BudgetExceeded, UserError
 from shoal.models import GPT, causal_lm, regression
+from tests.device.budgets import watched
 from tests.device.engines import world_of
 from tests.device.simulator import Rank
 from tests.device.uses import CONFIG, engine, on, trained
@@ -36,6 +37,12 @@ def streams(faster: bool = True) -> Iterator[None]:
 
 def memory_of(world: World, **more: Any) -> dict[str, Any]:
     return {"dp": world.size, "zero": 3 * (world.size > 1), "memory": {"chunk": CHUNK, **more}}
+
+
+def one_microbatch(world: World, folder: str) -> list[float]:
+    """A step has one, whose gradients autograd gives in bf16."""
+    with streams():
+        return trained(world, 4, {"dp": world.size, "memory": {}}, precision="bf16", microbatch=12)
 
 
 def clipped_by_value(world: World, folder: str) -> list[float]:
@@ -204,17 +211,11 @@ def needed(rank: Rank, where: str, faster: bool, microbatch: int) -> int:
 
 def taken(rank: Rank, where: str, device: int | None, faster: bool, microbatch: int) -> tuple[list[float], int, int]:
     """Losses; the most bytes that tensors of the device took in a step; how many chunks are on the device at last."""
-    seen: list[tuple[int, int] | None] = []
-
-    def forget(device: torch.device) -> None:
-        seen.append(asked_for(device))
-        forget_most_allocated(device)
-
-    with mock.patch("shoal.chunks.tier.forget_most_allocated", forget):
+    with watched() as seen:
         running = _budgeted(rank, where, device, faster, microbatch)
         seen.clear()
         losses = on(running, 4)
-        forget(running.device)
+        seen.append(asked_for(running.device))
         stay = sum(not chunk.passes for chunk in running.parts.chunks)
         running.close()
     return losses, max(most for _, most in filter(None, seen)), stay

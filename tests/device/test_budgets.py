@@ -22,8 +22,6 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "stages": ("gpt", {"pp": 2}),
 }
 """All but one are for the matrix."""
-RESULT = 1024
-"""Bytes beside what the first step needs: the numbers of the step before, which nobody has read."""
 
 
 @pytest.mark.parametrize(
@@ -38,4 +36,4 @@ def test_what_a_refusal_asks_for_is_enough_and_is_kept(name):
     for run, whole in zip(runs, free, strict=True):
         assert run.trace.defects == []
         assert run.result[0] == pytest.approx(whole.result[0], rel=1e-5), "what has room is updated by another kernel"
-        assert run.result[1] <= least + RESULT < whole.result[1] + RESULT
+        assert run.result[1] <= least + budgets.RESULT < whole.result[1] + budgets.RESULT

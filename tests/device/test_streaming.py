@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 
-from tests.device import streaming, uses
+from tests.device import budgets, streaming
+from tests.device.alike import check_as_on_the_cpu
 from tests.device.simulator import simulate_ranks, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 CASES = {
+    "one-microbatch": (streaming.one_microbatch, 1),
+    "one-microbatch-dp": (streaming.one_microbatch, 2),
     "clipped": (streaming.clipped_by_value, 1),
     "clipped-zero3": (streaming.clipped_by_value, 2),
     "saved": (streaming.saved_and_under_other_plans, 1),
@@ -43,23 +46,11 @@ MODES = ("lazy", "eager", 1)
 RUNS = [
     pytest.param(name, mode, marks=() if mode == MODES[0] else pytest.mark.matrix) for name in CASES for mode in MODES
 ]
-RESULT = 1024
-"""Bytes beside what the first step needs: the numbers of the step before, which nobody has read."""
-
-
-@cache
-def on_the_cpu(name: str) -> list[list[float]]:
-    use, size = CASES[name]
-    return [run.result for run in simulate_ranks(uses.used, size, "cpu", use, timeout=120)]
 
 
 @pytest.mark.parametrize(("name", "mode"), RUNS)
 def test_a_use_is_as_on_the_cpu(name, mode):
-    use, size = CASES[name]
-    runs = simulate_ranks(uses.used, size, "cuda", use, mode=mode, patience=60, timeout=120)
-    assert [run.trace.defects for run in runs] == [[]] * size
-    for run, reference in zip(runs, on_the_cpu(name), strict=True):
-        assert run.result == pytest.approx(reference, rel=1e-3, abs=1e-4)
+    check_as_on_the_cpu(*CASES[name], mode)
 
 
 @pytest.mark.parametrize(("faster", "microbatch"), [(True, 12), (True, 3), (False, 12), (False, 3)])
@@ -71,7 +62,7 @@ def test_a_step_stays_within_the_budget_that_a_refusal_asks_for(faster, microbat
         (run,) = simulate_ranks(streaming.taken, 1, "cuda", device, faster, microbatch)
         assert run.trace.defects == []
         assert run.result[0] == pytest.approx(free.result[0], rel=1e-3)
-        assert run.result[1] <= device + RESULT
+        assert run.result[1] <= device + budgets.RESULT
 
 
 def test_masters_of_all_chunks_are_not_on_the_device_while_an_engine_is_made():

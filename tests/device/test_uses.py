@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.device import adapters, uses
-from tests.device.simulator import simulate_ranks, why_not
+from tests.device.alike import check_as_on_the_cpu
+from tests.device.simulator import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-ON_ONE_AND_TWO = ("evaluation", "generation", "plans_in_turn", "there_and_back", "streamed", "streamed_where_faster")
+ON_ONE_AND_TWO = ("evaluation", "generation", "plans_in_turn", "there_and_back", "streamed")
 ON_ONE_AND_TWO += ("without_a_fused_kernel", "not_finite")
 ALGORITHMS = (
     {"name": "bf16"},
@@ -63,16 +64,6 @@ RUNS = [
 ]
 
 
-@cache
-def on_the_cpu(name: str) -> list[list[float]]:
-    use, size = CASES[name]
-    return [run.result for run in simulate_ranks(uses.used, size, "cpu", use, timeout=120)]
-
-
 @pytest.mark.parametrize(("name", "mode"), RUNS)
 def test_a_use_is_as_on_the_cpu(name, mode):
-    use, size = CASES[name]
-    runs = simulate_ranks(uses.used, size, "cuda", use, mode=mode, patience=60, timeout=120)
-    assert [run.trace.defects for run in runs] == [[]] * size
-    for run, reference in zip(runs, on_the_cpu(name), strict=True):
-        assert run.result == pytest.approx(reference, rel=1e-3, abs=1e-4)
+    check_as_on_the_cpu(*CASES[name], mode)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -92,12 +91,6 @@ def there_and_back(world: World, folder: str) -> list[float]:
 def streamed(world: World, folder: str) -> list[float]:
     plan = {"dp": world.size, "zero": 3 * (world.size - 1), "memory": {"update": "streamed"}}
     return trained(world, 4, plan, precision="bf16")
-
-
-def streamed_where_faster(world: World, folder: str) -> list[float]:
-    """One microbatch a step, whose gradients autograd gives in bf16, where updates on the device are faster."""
-    with mock.patch("shoal.assembly.offload.streams", lambda *_: True):
-        return trained(world, 4, {"dp": world.size, "memory": {}}, precision="bf16", microbatch=12)
 
 
 def without_a_fused_kernel(world: World, folder: str) -> list[float]:
