@@ -15,8 +15,9 @@ Between two faults what was lost is brought back, and all workers train for a wh
 `--in-a-row` faults; one that does not is followed by another. Contenders take turns, job by job. One that never went on
 in the first `--give-up` trials of a kind is not asked again, since each takes 90 s. Goodput: each trains for
 `--goodput` seconds with a worker killed every 30 s. Steady: what a step of Shoal's takes with and without nodes that
-may come and go, and with and without buddies (ZeRO 3 of a 3M GPT, 2,048 tokens a rank): its time, which others on the
-machine make longer or shorter, and the time for which all its processes keep cores busy, which they do less.
+may come and go, job by job, and with and without buddies (ZeRO 3 of a 3M GPT, 2,048 tokens a rank), which one job turns
+on and off: its time, which others on the machine make longer or shorter, and the time for which all its processes keep
+cores busy, which they do less.
 
 Seconds are from the fault to the next committed step; those of a rejoin are the longest time without a step. A job that
 has committed nothing for LIMIT seconds counts as lost. Packages of others are looked for in build/peers, an environment
@@ -46,7 +47,8 @@ from rich.table import Table
 
 from benchmarks import harness
 from benchmarks.recovery_contenders import CONTENDERS, Contender, running
-from benchmarks.recovery_trials import SCENARIOS, Faults, goodput, steady, summary
+from benchmarks.recovery_steady import steady
+from benchmarks.recovery_trials import SCENARIOS, Faults, goodput, summary
 from benchmarks.targets import Target, judge, print_targets
 
 TRIALS, GOODPUT, STEADY_STEPS, ROUNDS = 20, 150.0, 2000, 5

@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery_contenders import JOB
-from benchmarks.recovery_running import WORKERS, Commit, Running, family, kill
-from shoal.report.follow import Follower
-from shoal.report.metrics import StepRecord, read_metrics
+from benchmarks.recovery_running import WORKERS, Commit, Running, kill
 
 SCENARIOS = {
     "kill": "a worker is killed",
@@ -166,92 +159,6 @@ def _pace(job: Running, until: float) -> float | None:
     """Steps a second in the UNDISTURBED seconds before; None where not all workers have trained in them."""
     worlds = {each.world for each in job.commits() if until - UNDISTURBED <= each.time <= until}
     return (_reached(job, until) - _reached(job, until - UNDISTURBED)) / UNDISTURBED if worlds == {WORKERS} else None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Something that each step of an undisturbed job may cost: what of `shoal train` asks for it.
-
-    - `more`: arguments that the other run does not have
-    - `both`: values of the job of both
-    - `steps`: how many, of each thousand that are asked for
-    """
-
-    more: tuple[str, ...]
-    both: Mapping[str, str] = field(default_factory=dict)
-    steps: int = 1000
-
-
-_LARGER = {  # 2,048 tokens a rank: with fewer, what is sent for each weight is a larger part of the step
-    "model.layers": "4",
-    "model.d_model": "256",
-    "model.heads": "4",
-    "data.sequence": "256",
-    "train.global_batch": "32",
-    "train.microbatch": "8",
-    "train.optimizer": "'adamw'",
-    "plan.zero": "3",
-}
-COSTS = {"nodes": Cost(("--nodes=1:1",)), "buddies": Cost(("--set=plan.buddy='auto'",), _LARGER, 12)}
-
-
-def steady(folder: Path, steps: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """What a step of Shoal's with 4 ranks of this host takes, without and with each of COSTS, by turns."""
-    (folder / "corpus").mkdir(parents=True)
-    text = "\n".join(f"{i} + {i} = {2 * i}" for i in range(4000))
-    (folder / "corpus" / "all.txt").write_text(text)
-    (folder / "job.toml").write_text(JOB.replace("CORPUS", str(folder / "corpus")))
-    found: dict[str, dict[str, list[Step]]] = {name: {"without": [], "with": []} for name in COSTS}
-    for number in range(rounds):
-        for name, cost in COSTS.items():
-            for which, more in (("without", ()), ("with", cost.more))[:: -1 if number % 2 else 1]:
-                run, count = folder / f"{name}-{which}-{number}", max(8, steps * cost.steps // 1000)
-                given = {**cost.both, "run.dir": repr(str(run)), "train.steps": str(count), "run.save_every": "0"}
-                command = [sys.executable, "-m", "shoal.cli", "train", str(folder / "job.toml"), f"--nproc={WORKERS}"]
-                command += [*more, *(f"--set={key}={value}" for key, value in given.items())]
-                found[name][which].append(_step_of(command, run / "metrics.jsonl", count))
-    return {name: _compared(each) for name, each in found.items()}
-
-
-@dataclass(frozen=True)
-class Step:
-    """Milliseconds that a step takes, and those of the cores that all processes of the job are busy for it."""
-
-    milliseconds: float
-    cpu: float
-
-
-def _step_of(command: list[str], metrics: Path, count: int) -> Step:
-    """A mean step of a job, over the three quarters of its `count` steps that come last. CPU times are read as steps
-    are recorded, within 10 ms."""
-    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    follower, seen = Follower(metrics), list[tuple[int, float]]()
-    while job.poll() is None:
-        if follower.read():
-            step = max((each.step for each in follower.records if isinstance(each, StepRecord)), default=0)
-            if (step >= count // 4 and not seen) or (step >= count * 9 // 10 and len(seen) == 1):
-                seen.append((step, _cpu_seconds(job.pid)))
-        time.sleep(0.01)
-    if job.returncode:
-        raise RuntimeError(f"{command} ended with exit code {job.returncode}")
-    times = [each.seconds for each in read_metrics(metrics).steps[count // 4 :]]
-    (first, before), (last, after) = seen
-    return Step(1e3 * statistics.fmean(times), 1e3 * (after - before) / (last - first))
-
-
-def _cpu_seconds(pid: int) -> float:
-    times = [each.cpu_times() for each in family(pid)]
-    return sum(each.user + each.system for each in times)
-
-
-def _compared(found: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
-    """Both times, each with the median and the range of the ratios of the rounds."""
-    told: dict[str, Any] = {}
-    for name in ("milliseconds", "cpu"):
-        each = {which: [getattr(step, name) for step in steps] for which, steps in found.items()}
-        ratios = [one / other for one, other in zip(each["with"], each["without"], strict=True)]
-        told[name] = {**each, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
-    return told
 
 
 def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from benchmarks import recovery, recovery_trials
 from benchmarks.recovery import TARGETS, Trials, figures, joined
 from benchmarks.recovery_contenders import CONTENDERS, Contender
 from benchmarks.recovery_running import WORKERS, Commit, Running
+from benchmarks.recovery_steady import Step, Trace, compared
 from benchmarks.recovery_trials import SCENARIOS, next_step, summary
 
 pytestmark = pytest.mark.fast
@@ -148,3 +149,21 @@ def test_targets_name_figures():
     results = {"shoal": {"scenarios": dict.fromkeys(SCENARIOS, each)}}
     assert set(figures(results)) == {target.key for target in TARGETS}
     assert all(contender.note for contender in CONTENDERS.values())
+
+
+def test_a_mean_step_has_the_times_and_the_work_of_its_own_steps_alone():
+    trace = Trace()
+    for step in range(1, 9):  # the first four are slow, and twice as busy
+        slow = step <= 4
+        trace.add(step, 0.2 if slow else 0.1, 0.4 * step if slow else 1.6 + 0.2 * (step - 4))
+    first, last = trace.mean(0, 4), trace.mean(4, 8)
+    assert (first.milliseconds, first.cpu) == pytest.approx((200, 400))
+    assert (last.milliseconds, last.cpu) == pytest.approx((100, 200))
+
+
+def test_a_cost_is_the_median_of_the_pairs():
+    without = [Step(100, 200), Step(110, 220), Step(200, 400)]
+    found = compared(without, [Step(101, 202), Step(110, 220), Step(300, 408)])
+    assert found["milliseconds"]["ratio"] == pytest.approx(1.01)
+    assert found["milliseconds"]["range"] == pytest.approx([1.0, 1.5])
+    assert found["cpu"]["ratio"] == pytest.approx(1.01) and found["cpu"]["with"] == [202, 220, 408]
