@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
+from shoal import Engine
 from shoal.chunks.masters import CompactMasters
+from shoal.models import regression
 from shoal.optim.fused import host_adam
 from shoal.optim.fused.host_adam import adam_update
 
@@ -44,6 +49,31 @@ def test_the_update_is_that_of_torch(form, decoupled, threads):
     torch.testing.assert_close(p, theirs.detach(), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(m, optimizer.state[theirs]["exp_avg"], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(v, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_weight_decay_is_decoupled_where_the_group_says_so(kind):
+    """Adam may have it so, too, and a group of AdamW otherwise."""
+
+    def rule(name: str, parameter: nn.Parameter) -> dict[str, bool]:
+        return {"decoupled_weight_decay": parameter.dim() > 1}
+
+    factory = partial(kind, lr=0.1, weight_decay=0.5)
+    engine = Engine(lambda: nn.Linear(5, 3), regression, factory, global_batch=4, param_groups=rule)
+    assert engine.optimizer.kernel == "Shoal's kernel for the host"
+    plain = nn.Linear(5, 3)
+    plain.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
+    optimizer = factory([{"params": [each], **rule(name, each)} for name, each in plain.named_parameters()])
+    data = [{"inputs": torch.full((5,), 0.1 * i), "targets": torch.ones(3)} for i in range(4)]
+    for batch in engine.batches(data, steps=4):
+        total, count = regression(plain, batch.load(batch.ids))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        engine.step(batch)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(engine.parameters[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
+    engine.close()
 
 
 def test_low_precision_comes_and_goes_in_the_same_pass(form):

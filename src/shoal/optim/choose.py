@@ -50,7 +50,7 @@ def on_host(
     one = one_of(optimizer)
     if not is_fused(one) or not HostAdam.takes(one, owned):
         return None
-    return HostAdam(optimizer, parameters, decoupled=type(one) is torch.optim.AdamW)
+    return HostAdam(optimizer, parameters)
 
 
 def one_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -28,15 +28,13 @@ SHARE = 1 << 16
 
 
 class HostAdam:
-    """Runs the step of `optimizer`, an Adam, or AdamW if `decoupled`, chunk by chunk in the C kernel on the host.
+    """Runs the step of `optimizer`, an Adam or AdamW, chunk by chunk in the C kernel on the host.
 
     `parameters` are views of the masters of the chunks.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], decoupled: bool
-    ) -> None:
-        self._optimizer, self._parameters, self._decoupled = optimizer, parameters, decoupled
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
         self._group_of = {
             id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]
         }
@@ -81,7 +79,7 @@ class HostAdam:
                 if step not in arguments:
                     arguments[step] = _arguments(step, factor, **{name: group[name] for name in OPTIONS})
                 tensors = [master, grad, state["exp_avg"], state["exp_avg_sq"], *weights]
-                work.append(_work(tensors, arguments[step], self._decoupled))
+                work.append(_work(tensors, arguments[step], group["decoupled_weight_decay"]))
             for calls in work:
                 _run(calls)
         chunk.data_is_new = is_low and chunk.master_like is not chunk.data
