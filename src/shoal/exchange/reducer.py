@@ -52,7 +52,7 @@ class Reducer:
         self.rows: dict[str, Tensor | None] = {}
         self.norms = torch.empty(0)
         self.arrivals: list[str] = []
-        self._armed = self._reduces = self._sums = False
+        self._armed = self._reduces = self._sums = self._own_rows = False
         self._own_mean = torch.ones(())
         self._unscale: Tensor | None = None
         self._complete: Collection[str] | None = None
@@ -103,6 +103,7 @@ class Reducer:
         self.norms = torch.zeros(self._ends[-1] if self._ends else 0, dtype=torch.float64, device=self._device)
         holds = self._algorithm.holds(step)
         self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
+        self._own_rows = holds in (Holds.INDEPENDENT, Holds.LOCAL_MEAN)
         self._round, self._rounds = 0, microbatches if self._gradient_pool is not None else 1
         self._begin_round()
 
@@ -137,6 +138,8 @@ class Reducer:
         if self._gradient_pool is not None:
             self._gradient_pool.settle()
         self._lane.wait()
+        if not (self._sums or self._own_rows):  # the algorithm brings rows of other ranks, or of other steps
+            self.rows = dict.fromkeys(self.rows)
 
     @torch.no_grad()
     def hand_over(self, aside: Sequence[Tensor], touched: Mapping[str, bool]) -> None:
@@ -193,9 +196,8 @@ class Reducer:
         name, rows = slot.name, self.rows.get(slot.name)
         view = slot.view(self._flat(index)) if self._chunks[index].borrows else self._views[name]
         total = view if rows is None else torch.sparse_coo_tensor(rows.unique()[None], view[rows.unique()], view.shape)
-        result = run_on_sum(
-            hooks, parameter, total, self._own_mean if self._unscale is None else self._own_mean * self._unscale
-        )
+        unit = self._own_mean if self._unscale is None else self._own_mean * self._unscale
+        result = run_on_sum(hooks, parameter, total, unit)
         if result is total:
             return
         if result is None:  # as torch's optimizers take it
@@ -226,9 +228,8 @@ class Reducer:
         """Returns the whole gradient that the chunk has borrowed for this round."""
         if index not in self._lent:
             assert self._gradient_pool is not None
-            flat = self._gradient_pool.borrow(
-                self._turn + self._order.index(index) - self._front, self._chunks[index].size
-            )
+            turn = self._turn + self._order.index(index) - self._front
+            flat = self._gradient_pool.borrow(turn, self._chunks[index].size)
             self._chunks[index].clear_padding(flat)
             self._lent[index] = flat
         return self._lent[index]
@@ -254,10 +255,9 @@ class Reducer:
             chunk.gradient.mul_(self._unscale)
         self._sum_beside(chunk)
         if chunk.sparse and self._sums:
-            slot = chunk.slots[0]
-            self.rows[slot.name] = sum_rows(
-                slot.view(chunk.gradient), self.rows[slot.name], self._group, f"gradients {chunk.index}"
-            )
+            slot, group = chunk.slots[0], self._algorithm.partners_of(chunk)
+            view, purpose = slot.view(chunk.gradient), f"gradients {chunk.index}"
+            self.rows[slot.name] = sum_rows(view, self.rows[slot.name], group, purpose)
         elif self._reduces:
             self._algorithm.reduce(chunk, self._own_mean)
         if self._sums:

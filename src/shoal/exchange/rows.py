@@ -85,8 +85,8 @@ def sum_rows(dense: Tensor, rows: Tensor | None, group: Group, purpose: str) -> 
     """Replaces `dense`, zero outside `rows`, by its sum over `group`; returns the sum's sorted rows, None for all.
 
     The ranks tell how many rows they have. Where gathering them takes fewer bytes than an all-reduce of everything,
-    they are gathered and added in rank order, so that every rank gets the same bits; a rank whose `rows` are None makes
-    it an all-reduce.
+    they are gathered and added in rank order, so that every rank gets the same bits; else there is a second one, of one
+    number a row, for which of them some rank has. A rank whose `rows` are None makes it an all-reduce of all rows.
     """
     mine = None if rows is None else rows.unique()
     if group.size == 1:
@@ -100,7 +100,10 @@ def sum_rows(dense: Tensor, rows: Tensor | None, group: Group, purpose: str) -> 
     reduced = 2 * (group.size - 1) * dense.nbytes // group.size
     if mine is None or most > dense.shape[0] or gathered >= reduced:
         group.all_reduce(dense, purpose=purpose)
-        return None
+        if mine is None or most > dense.shape[0]:
+            return None
+        ranks = dense.new_zeros(dense.shape[0]).index_fill_(0, mine.to(dense.device), 1)
+        return group.all_reduce(ranks, purpose=purpose).nonzero().flatten()
     padded, values = mine.new_zeros(most), dense.new_zeros(most, width)
     padded[: mine.numel()] = mine
     values[: mine.numel()] = dense[mine].view(-1, width)

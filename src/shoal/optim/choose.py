@@ -72,6 +72,12 @@ def beside_masters(owned: Iterable[Buffer], *values: Tensor | None) -> list[Tens
     return [value.cpu() if there and value is not None else value for value in values]
 
 
+def by_rows(gradient: Tensor, rows: Tensor | None) -> Tensor:
+    """The `gradient` of a matrix as SparseAdam takes it: of `rows`, or of those that are not zero where None."""
+    rows = gradient.flatten(1).any(1).nonzero().flatten() if rows is None else rows.unique()
+    return torch.sparse_coo_tensor(rows[None], gradient[rows], gradient.shape, is_coalesced=True)
+
+
 def kernel_of(optimizer: torch.optim.Optimizer, host: HostAdam | None) -> str:
     """Names what runs the updates of `optimizer`, those on the host by `host`."""
     if host is not None:

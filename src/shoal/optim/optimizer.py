@@ -238,10 +238,8 @@ class ChunkOptimizer:
         parameters = {slot.name: self._parameters[slot.name] for each in owned for slot in each.slots}
         for name, parameter in parameters.items():
             parameter.grad = None if name in untouched else self._grads[name].to(parameter.device)
-            rows = self.rows.get(name)
-            if rows is not None and parameter.grad is not None and isinstance(self.torch, torch.optim.SparseAdam):
-                values = parameter.grad[rows]
-                parameter.grad = torch.sparse_coo_tensor(rows[None], values, parameter.shape, is_coalesced=True)
+            if name in self.rows and parameter.grad is not None and isinstance(self.torch, torch.optim.SparseAdam):
+                parameter.grad = choose.by_rows(parameter.grad, self.rows[name])
         if index is None:
             self.torch.step()
         else:
