@@ -366,6 +366,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_the_weights_unharmed(si
     [
         (torch.ones(()), "loss returned a tensor of shape (): return (sum, count)"),
         ((torch.ones(3), 1), "loss returned (a tensor of shape (3,), a int): both must be single numbers"),
+        ((torch.ones(()), 1, {"z": torch.ones(2)}), "loss returned a tensor of shape (2,) as auxiliary loss z"),
     ],
 )
 def test_a_loss_that_breaks_its_contract_is_told(result, message):

@@ -55,7 +55,7 @@ class Commit:
             self._update(step, clipped, count * ~skip, skip.float(), untouched)
             self._effects.experts.balance(skip)
             self._unread = result
-        elif result.tokens == 0 and not (late and math.isfinite(result.grad_norm)):
+        elif result.count == 0 and not (late and math.isfinite(result.grad_norm)):
             pass  # every label is ignored: there is no mean, and nothing to learn from
         elif not result.skipped:
             self._require_finite(result)
@@ -94,7 +94,7 @@ class Commit:
     def _require_finite(self, result: StepResult) -> None:
         """Raises TrainingError, on all ranks alike, where loss or norm are not finite and no smaller loss scale would
         help."""
-        if result.tokens == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        if result.count == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
         scale, optimizer = self._trained.scale, self._trained.optimizer
         if scale is not None and not bool(scale.stuck):

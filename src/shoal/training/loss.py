@@ -46,7 +46,10 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
     aux = {}
     for name, value in sorted(result[2].items() if len(result) == 3 else ()):
         value, weight = value if isinstance(value, tuple) else (value, 1.0)
-        aux[name] = value / weight
+        mean = value / weight
+        if isinstance(mean, Tensor) and mean.dim() != 0:
+            raise UserError(f"loss returned {_describe(mean)} as auxiliary loss {name}: it must be a single number")
+        aux[name] = to_device(mean if isinstance(mean, Tensor) else torch.full((), mean), total.device)
     return Sums(total, to_device(count, total.device), aux)
 
 

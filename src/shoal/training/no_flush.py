@@ -272,9 +272,9 @@ class NoFlushRunner:
         with self.forward.ledger.span("compute", "optimizer"), torch.no_grad(), self._delays.versions.opened():
             self._commit.apply(result, clipped, step.untouched)
             self._commit.share()
-            if result.skipped or result.tokens == 0:
+            if result.skipped or result.count == 0:
                 for chunk in trained.algorithm.replica.chunks:
                     chunk.publish()
             trained.algorithm.end(number)
-        self.per_sample = max(1e-6, result.tokens / max(1, len(step.batch.ids)))
+        self.per_sample = max(1e-6, result.count / max(1, len(step.batch.ids)))
         self._made = result

@@ -22,7 +22,7 @@ class StepResult:
 
     - `loss`: mean over the global batch, without auxiliary losses (those are in `aux`)
     - `grad_norm`: before clipping
-    - `tokens`: the global count
+    - `count`: the global count, whatever the loss counts; `tokens`: the same as a whole number
     - `lr`: of each optimizer group
     - `seconds`: of this rank's call
     - `tokens_per_expert`: of each layer with experts, how often each was chosen; [] without experts
@@ -100,19 +100,21 @@ class StepResult:
         return dropped / max(1.0, chosen)
 
     @property
+    def count(self) -> float:
+        return float(self._sums[1])
+
+    @property
     def tokens(self) -> int:
-        return round(float(self._sums[1]))
+        return round(self.count)
 
     @property
     def loss(self) -> float:
-        count = float(self._sums[1])
-        return float(self._sums[0]) / count if count else math.nan
+        return float(self._sums[0]) / self.count if self.count else math.nan
 
     @property
     def to_mean(self) -> float:
         """What turns a gradient that backward has left beside the engine's parameters into that of the mean loss."""
-        count = float(self._sums[1])
-        return self._expected / (count * (self.loss_scale or 1.0)) if count else 0.0
+        return self._expected / (self.count * (self.loss_scale or 1.0)) if self.count else 0.0
 
     @property
     def loss_scale(self) -> float | None:
@@ -138,4 +140,4 @@ class StepResult:
     @property
     def aux(self) -> dict[str, float]:
         values = self._sums[2:].tolist()
-        return {name: value / max(1, self.tokens) for name, value in zip(self._aux_names, values, strict=False)}
+        return {name: value / (self.count or 1.0) for name, value in zip(self._aux_names, values, strict=False)}

@@ -203,4 +203,4 @@ class StepRunner:
     def _expect(self, result: StepResult) -> None:
         """Takes the counts of a sample from a step of `_samples` samples."""
         if self._samples:
-            self.per_sample = max(1e-6, float(result._sums[1]) / self._samples)
+            self.per_sample = max(1e-6, result.count / self._samples)

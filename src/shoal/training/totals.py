@@ -82,5 +82,10 @@ class Totals:
             raise UserError(
                 f"loss returned the auxiliary losses {names}, before it was {self.names}: return the same each time"
             )
+        if sums.count.requires_grad:
+            raise UserError(
+                "loss returned a count that depends on the weights: no gradient goes through the division by it, which "
+                "comes once, over all microbatches. Detach it, or return the quotient as a sum, with what that counts"
+            )
         row = [sums.total.detach(), sums.count, *(value.detach() * sums.count for value in sums.aux.values())]
         self.values = self.values + torch.stack([item.double() for item in row])

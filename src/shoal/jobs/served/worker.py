@@ -118,14 +118,14 @@ class _Worker:
             result = self.engine.step(batch)
             if not result.skipped:  # under a loss scale that was too large
                 break
-        if result.tokens:
+        if result.count:
             gradients |= self._gradients
         self._check_buffers()
         term = self._statistics.term(1, after=0).cpu()
         self._statistics.restore()  # the server has what was pulled, and adds the term
-        loss = result.loss if result.tokens else 0.0
+        loss = result.loss if result.count else 0.0
         rows = self._rows.gradients(result.to_mean)
-        client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}), term, rows)
+        client.push_work(gradients, self._version, About(result.count, ticket, {"loss": loss}), term, rows)
 
     @torch.no_grad()
     def _pull(self, client: Client) -> None:
