@@ -177,3 +177,27 @@ def cut_of_a_chain(world) -> list[str]:
 
 def test_a_model_registered_as_it_runs_keeps_its_chunks():
     assert run_ranks(cut_of_a_chain, 2) == [[3, True]] * 2
+
+
+def kept_gradients(world, exchange) -> tuple[bool, list[dict[str, torch.Tensor]]]:
+    """Whether chunks were cut anew after the first step, and the gradients of both steps."""
+    give_a_link(world)
+    plan = Plan(dp=world.size, exchange=exchange)
+    options = {"global_batch": 8, "world": world, "keep_gradients": True}
+    engine = Engine(Scrambled, regression, OPTIMIZERS["sgd"], plan, **options)
+    before, found = engine.parts.chunks[0], []
+    for batch in engine.batches(Rows(), steps=2):
+        engine.step(batch)
+        found.append(engine.gradients())
+    anew = before is not engine.parts.chunks[0]
+    engine.close()
+    return anew, found
+
+
+def test_gradients_that_are_kept_outlive_the_cut():
+    tuned = run_ranks(kept_gradients, 2, "allreduce")
+    fixed = run_ranks(kept_gradients, 2, {"name": "allreduce", "chunk_bytes": 2**20})
+    for (anew, found), (stays, wanted) in zip(tuned, fixed, strict=True):
+        assert anew and not stays
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

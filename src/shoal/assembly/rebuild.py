@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.trainer import Trainer
-from shoal.chunks import move
+from shoal.chunks import Chunk, move
+from shoal.exchange.algorithm import by_parameter
 
 
 class Rebuild:
@@ -40,7 +43,6 @@ class Rebuild:
         """Cuts the chunks in the order in which the first step's gradients came, if they leave enough earlier so."""
         ranks, maker, runner = self._local.ranks, self._memory.maker, self._trainer.runner
         exchange, size = self._memory.exchange, self._memory.chunk_bytes
-        runner.gradients = []
         order = runner.arrivals if maker.better(size, runner.arrivals) is not None else None
         order = ranks.stage.broadcast_object(order)
         if order is None:
@@ -52,9 +54,11 @@ class Rebuild:
         states = exchange.state().items()
         kept = {name: {key: each.clone() for key, each in part.tensors.items()} for name, part in states}
         new = maker.make(cut)
+        gradients = by_parameter(exchange.replica.chunks, runner.gradients) if runner.gradients else {}
         move(self._memory.parameters, self._trainer.optimizer.parameters, self._memory.chunks, new)
         self._memory.chunks[:] = new
         trainable = self._memory.trainable
+        runner.gradients = [_laid_out(chunk, gradients) for chunk in trainable if gradients]
         self._trainer.optimizer.follow(trainable)
         exchange.attach(replace(exchange.replica, chunks=trainable))
         for name, part in exchange.state().items():
@@ -62,3 +66,11 @@ class Rebuild:
                 each.copy_(kept[name][key])
         exchange.restored()
         runner.follow()
+
+
+def _laid_out(chunk: Chunk, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Lays `gradients`, by parameter, out as `chunk`."""
+    flat = chunk.like_gradient()
+    for slot in chunk.slots:
+        slot.view(flat).copy_(gradients[slot.name])
+    return flat
