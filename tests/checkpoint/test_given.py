@@ -113,6 +113,32 @@ def test_another_learning_rate_is_used_and_what_is_alike_is_not_mentioned(tmp_pa
     assert resumed(tmp_path / "again", after, again)[1] == []
 
 
+class Counting(SGD):
+    """Counts its updates in its groups, as optimizers without a schedule of their own do."""
+
+    def __init__(self, params: Any, lr: float, updates: int = 0) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["updates"] = updates
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["updates"] += 1
+        return super().step(closure)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("schedule", [None, shoal.optim.lr.cosine(8, 2), partial(StepLR, step_size=2)])
+def test_what_an_optimizer_counts_in_its_groups_and_other_options_go_on(tmp_path, schedule):
+    """A schedule by a function of the step set all options to those of the beginning."""
+    before, after = (make(partial(Counting, lr=1e-2), schedule=schedule) for _ in range(2))
+    for group in before.optimizer.torch.param_groups:
+        group["weight_decay"] = 0.25
+    resumed(tmp_path, before, after)
+    (group,) = after.optimizer.torch.param_groups
+    assert (group["updates"], group["weight_decay"]) == (BEFORE + AFTER, 0.25)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("schedule", [None, partial(StepLR, step_size=100)])
 def test_what_the_loop_has_moved_goes_on_unless_it_is_given_anew(tmp_path, schedule):

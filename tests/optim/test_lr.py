@@ -59,9 +59,26 @@ def test_another_name_is_refused_with_the_nearest():
 def test_a_course_begins_in_the_middle_with_the_rates_of_the_whole(schedule, step):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler, found = schedule(optimizer), []
-    Course(scheduler).begin_at(step)
+    Course(scheduler, [{"lr": 2.0}]).begin_at(step)
     for _ in range(3):
         found.append(optimizer.param_groups[0]["lr"] / 2.0)
         optimizer.step()
         scheduler.step()
     assert found == pytest.approx(rates(schedule, step + 3)[step:])
+
+
+def test_what_is_no_part_of_a_schedule_stays():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0, momentum=0.5)
+    given = [{**optimizer.defaults, "count": 0}]
+    optimizer.param_groups[0]["count"] = 0
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3.0, total_steps=8, base_momentum=0.6)
+    course = Course(scheduler, given)
+    optimizer.param_groups[0] |= {"count": 7, "weight_decay": 0.1, "momentum": 0.1, "lr": 9.0, "nesterov": True}
+    course.begin_at(4)
+    group, whole = optimizer.param_groups[0], torch.optim.SGD([torch.zeros(1, requires_grad=True)], momentum=0.5)
+    reference = torch.optim.lr_scheduler.OneCycleLR(whole, max_lr=3.0, total_steps=8, base_momentum=0.6)
+    for _ in range(4):
+        whole.step()
+        reference.step()
+    assert (group["count"], group["weight_decay"], group["nesterov"]) == (7, 0.1, True)
+    assert all(group[key] == whole.param_groups[0][key] for key in ("lr", "momentum"))

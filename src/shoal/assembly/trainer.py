@@ -70,7 +70,8 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
     optimizer = _optimizer(local, memory, recipe)
     scheduler = recipe.schedule(optimizer.torch) if recipe.schedule else None
     check_scheduler(scheduler)
-    given = Given(optimizer, Course(scheduler) if scheduler else None, recipe.settings())
+    course = Course(scheduler, optimizer.given) if scheduler else None
+    given = Given(optimizer, course, recipe.settings())
     for chunk in memory.trainable:
         chunk.rest()
     lane = world.lane()

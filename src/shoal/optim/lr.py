@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -71,9 +71,12 @@ PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_wi
 
 
 class Course:
-    """Records `scheduler` as given, for checkpoints, and continues it from any step. Made before its first step."""
+    """Records `scheduler` as given, for checkpoints, and continues it from any step. Made before its first step.
 
-    def __init__(self, scheduler: LRScheduler) -> None:
+    given: the options of each of the optimizer's groups, as they were before there was a schedule.
+    """
+
+    def __init__(self, scheduler: LRScheduler, given: Sequence[Mapping[str, Any]]) -> None:
         self._scheduler = scheduler
         # A step counts that updates nothing, for an overflow or no labels; torch warns where the first one is such.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -81,6 +84,8 @@ class Course:
         self._options = [
             {key: deepcopy(value) for key, value in each.items() if key != "params"} for each in self._groups
         ]
+        self._own = set.intersection(*map(set, given)) - {"lr"}
+        self._moved = self._other_than(given)  # by the schedule's constructor
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -96,7 +101,9 @@ class Course:
         return json.loads(json.dumps(about, default=lambda value: type(value).__name__))
 
     def begin_at(self, step: int) -> None:
-        """Sets learning rates, and what else the schedule moves, to their values `step` steps after its start."""
+        """Sets learning rates, and what else the schedule moves, to their values `step` steps after its start. Other
+        options of the optimizer stay: a weight decay that the loop has set, what an optimizer counts in its groups."""
+        before, moved = [dict(group) for group in self._groups], set(self._moved)
         for group, fresh in zip(self._groups, self._options, strict=True):
             group.update(deepcopy(fresh))
         self._scheduler.load_state_dict(deepcopy(self._fresh))
@@ -105,6 +112,14 @@ class Course:
             self._scheduler.last_epoch, self._scheduler._step_count = step - 1, step
         for _ in range(1 if jump else step):
             self._scheduler.step()
+            moved |= self._other_than(self._options)
+        for group, then in zip(self._groups, before, strict=True):
+            group.update({key: then[key] for key in self._own - moved})
+
+    def _other_than(self, options: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Keys of the optimizer's own whose values are other ones than in the `options` of its groups."""
+        pairs = zip(self._groups, options, strict=True)
+        return {key for group, other in pairs for key in self._own if group[key] != other[key]}
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
         """Takes over a state of the same schedule. Functions of the step are called anew: they may have changed."""
