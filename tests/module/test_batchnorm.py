@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shoal import Plan
+from shoal.comm.simulation import simulate_world
 from shoal.device import stand_in
 from shoal.engine import Engine
 from shoal.errors import UserError
@@ -38,7 +41,8 @@ def test_statistics_of_consecutive_runs_compose_as_one_sequence(momentum):
         statistics.begin()
         for batch in batches[first:last]:
             replica(batch)
-        terms.append(statistics.term(last - first, 7 - last))
+        assert statistics.updates() == last - first
+        terms.append(statistics.term(torch.tensor([7.0 - last], dtype=torch.float64)))
     for statistics, replica in zip(merging, replicas, strict=True):
         statistics.commit(torch.stack(terms).sum(0))
         torch.testing.assert_close(replica.running_mean, whole.running_mean, rtol=1e-5, atol=1e-6)
@@ -52,8 +56,57 @@ def test_the_host_waits_for_no_count():
     statistics = RunningStatistics(root)
     with stand_in("meta", Recorder()):
         statistics.begin()
-        statistics.commit(statistics.term(2, 1))
+        statistics.commit(statistics.term(statistics.updates()))
         statistics.restore()
+
+
+class Domains(nn.Module):
+    """A BatchNorm for each of two domains; a microbatch is of one, or of both, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.out = nn.ModuleList(nn.BatchNorm1d(4, momentum=0.4) for _ in range(2)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, domains: list[int]) -> torch.Tensor:
+        return sum(self.out(self.norms[domain](x)) for domain in domains)
+
+
+class InOrder:
+    """The samples 0 to 15 in each step."""
+
+    def epoch(self, step: int) -> int:
+        return step
+
+    def ids(self, step: int) -> np.ndarray:
+        return np.arange(16)
+
+
+def of_domains(world) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    kinds = [[0], [0], [1], [0, 1]]  # of the four microbatches of a step
+
+    def loss(model, mb):
+        out = model(mb["x"], kinds[int(mb["kind"][0])])
+        return out.square().sum(), torch.tensor(len(out))
+
+    draw = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(4, generator=draw) * (1 + i) + i, "kind": torch.tensor(i // 4)} for i in range(16)]
+    options = {"global_batch": 16, "microbatch": 4, "world": world}
+    engine = Engine(Domains, loss, partial(torch.optim.SGD, lr=0.0), Plan(dp=world.size), **options)
+    for batch in engine.batches(data, steps=3, cursor=InOrder()):
+        engine.step(batch)
+    found = {name: value.clone() for name, value in engine.module.named_buffers()}
+    engine.close()
+    return found
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_that_do_not_run_in_every_microbatch(size):
+    """Decay was reckoned by the microbatches of other ranks, whether a layer had run there or not."""
+    (wanted,) = simulate_world(1, of_domains)
+    for found in simulate_world(size, of_domains):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 class Net(nn.Module):

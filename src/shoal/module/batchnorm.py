@@ -20,8 +20,8 @@ class RunningStatistics:
     With momentum m one update is x -> a x + b with a = 1 - m. So n updates in sequence, cut into the ranks' runs,
     compose exactly: x_n = a^n x_0 + sum over ranks r of a^(updates after r) (y_r - a^(updates of r) x_0), where y_r is
     the value that rank r arrived at from x_0. Without momentum (cumulative average over n_0 + n batches) the sums add.
-    Each rank sends its term; the sum is the result. Counts of updates stay on the device, for which the host does not
-    wait.
+    Ranks tell each other their updates, since a layer need not run in every microbatch; then each sends its term, and
+    the sum is the result. Counts of updates stay on the device, for which the host does not wait.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -61,21 +61,24 @@ class RunningStatistics:
         for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
             self._write(layer, x0, n0)
 
-    def term(self, microbatches: int, after: int) -> Tensor:
+    def updates(self) -> Tensor:
+        """Returns how often this rank has updated each layer since the start of the step (fp64 [layers])."""
+        return torch.stack([_updates(layer) - n0 for layer, (_, n0) in zip(self._layers, self._before, strict=True)])
+
+    def term(self, after: Tensor | None = None) -> Tensor:
         """Returns this rank's summand (fp64, flat).
 
-        microbatches: run on this rank
-        after: run by the ranks that follow
+        after: updates of each layer by the ranks that follow (fp64 [layers]); None: there are none
         """
         terms = []
-        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
+        for index, (layer, (x0, n0)) in enumerate(zip(self._layers, self._before, strict=True)):
             updates, y = _updates(layer) - n0, _flat(layer)
             if layer.momentum is None:
                 term = y * (n0 + updates) - x0 * n0
             else:
                 decay = 1.0 - layer.momentum
                 kept = _power(decay, updates) * x0
-                term = _power(decay, after * updates / max(1, microbatches)) * (y - kept)
+                term = (1.0 if after is None else _power(decay, after[index])) * (y - kept)
             terms += [torch.where(updates > 0, term, 0.0), updates.view(1)]
         return torch.cat(terms) if terms else torch.empty(0, dtype=torch.float64)
 

@@ -119,7 +119,7 @@ class Client:
             )
         term = None
         if self._following is not None and self._following[0] is model:
-            term = self._following[1].term(1, after=0).cpu()
+            term = self._following[1].term().cpu()
             self._following[1].begin()
         return self._each(lambda link: link.push(gradients, given[link], About(count), term), gradients)
 

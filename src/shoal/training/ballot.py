@@ -66,7 +66,9 @@ class Ballot:
         flags = torch.tensor([*touched, bool(self._hooks.reshaped), *effects.buffers.flags(ran)], dtype=torch.float64)
         partners, parts = self._groups.partners, [totals, reduced.squares, experts]
         if len(effects.statistics) and effects.merges_statistics:
-            parts.append(effects.statistics.term(ran, after))
+            mine = effects.statistics.updates()
+            told = partners.all_gather(mine.new_empty(partners.size * len(mine)), mine, purpose="ballot")
+            parts.append(effects.statistics.term(told.view(partners.size, -1)[partners.rank + 1 :].sum(0)))
         if aside := len(effects.buffers) > 0 and is_accelerator(self._device):
             # The host needs each step's flags, and has them: they do not go by the device, for which it would wait.
             flags = partners.all_reduce(flags, purpose="ballot")

@@ -121,7 +121,7 @@ class _Worker:
         if result.count:
             gradients |= self._gradients
         self._check_buffers()
-        term = self._statistics.term(1, after=0).cpu()
+        term = self._statistics.term().cpu()
         self._statistics.restore()  # the server has what was pulled, and adds the term
         loss = result.loss if result.count else 0.0
         rows = self._rows.gradients(result.to_mean)
