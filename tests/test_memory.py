@@ -151,11 +151,14 @@ def test_updates_during_the_next_forward_give_the_same_bits(tmp_path, optimizer,
     assert all(torch.equal(value, whole[2][name]) for name, value in ours[2].items())
 
 
-def test_updates_during_the_next_forward_with_a_schedule_and_several_ranks():
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.3)
-    runs = [
-        simulate_world(2, partial(train, zero=3, schedule=schedule), memory) for memory in ({}, {"update": "deferred"})
-    ]
+@pytest.mark.parametrize("tensor", [False, True])
+def test_updates_during_the_next_forward_with_a_schedule_and_several_ranks(tensor):
+    """A schedule writes into a learning rate that is a tensor, before the updates with it are made."""
+    lr = torch.tensor(1e-2) if tensor else 1e-2
+    options = {"zero": 3, "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.3)}
+    run = partial(train, **options, optimizer=partial(torch.optim.AdamW, lr=lr))
+    runs = [simulate_world(2, run, memory) for memory in ({}, {"update": "deferred"})]
+    assert float(lr) == pytest.approx(1e-2), "that of the factory is nobody's"
     for ours, theirs in zip(*runs, strict=True):
         assert ours[:2] == theirs[:2]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.chunks import Buffer
 from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer, refusal
+from shoal.optim.fused.chunkwise import own
 from shoal.optim.fused.host_adam import HostAdam
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.groups import is_fused, make_optimizer, small_groups
@@ -51,6 +52,14 @@ def on_host(
     if not is_fused(one) or not HostAdam.takes(one, owned):
         return None
     return HostAdam(optimizer, parameters)
+
+
+def with_own_options(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer, whose groups have tensors of their own where options are tensors: a schedule would write
+    into those of the factory, by which other optimizers are made, and those of other groups."""
+    for group in optimizer.param_groups:
+        group.update({key: own(value) for key, value in group.items()})
+    return optimizer
 
 
 def one_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

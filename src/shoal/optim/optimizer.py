@@ -65,7 +65,7 @@ class ChunkOptimizer:
         ]
         real = real or [{"params": [], **groups.options[0]}]  # a pipeline stage in which nothing is trained
         make = choose.at_once if in_turn is None else choose.chunkwise
-        self.torch = make(factory, real, self._owned, self._parameters)
+        self.torch = choose.with_own_options(make(factory, real, self._owned, self._parameters))
         own = ("params", *CHOICES)
         self.given = [{k: copy(value) for k, value in each.items() if k not in own} for each in self.torch.param_groups]
         for page in self.pages:

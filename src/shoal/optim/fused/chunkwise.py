@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def own(value: Any) -> Any:
+    """An option's value as it is now: torch's schedules write into a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 class ChunkwiseOptimizer(torch.optim.Optimizer):
@@ -52,8 +57,11 @@ class ChunkwiseOptimizer(torch.optim.Optimizer):
         return self._first
 
     def begin(self) -> None:
-        """Begins a step with the options of now, whatever a schedule makes of them before its last chunk is updated."""
-        self._options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        """Begins a step with the options of now, whatever a schedule makes of them, or writes into them, before its
+        last chunk is updated."""
+        self._options = [
+            {key: own(value) for key, value in group.items() if key != "params"} for group in self.param_groups
+        ]
 
     def step_chunk(self, chunk: int) -> None:
         """Updates the parameters of the chunk with that index; each chunk once a step."""
