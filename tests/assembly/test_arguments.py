@@ -53,6 +53,11 @@ ready = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=3e-3, betas=(0.8, 0
 
 WITH_REMEDY = {
     "a ready optimizer": ("optimizer", ready, "partial(torch.optim.AdamW, lr=0.003, betas=(0.8, 0.9))"),
+    "an optimizer that asks for the loss": (
+        "optimizer",
+        partial(torch.optim.LBFGS, lr=0.1),
+        "partial(torch.optim.AdamW, lr=3e-4)",
+    ),
     "an optimizer's name": ("optimizer", "adamw", "partial(torch.optim.AdamW, lr=3e-4)"),
     "a plan as text": ("plan", "dp=1, zero=2", "shoal.Plan(dp=1, zero=2)"),
     "a plan as a table": ("plan", {"dp": 1, "exchange": "allreduce"}, "shoal.Plan(dp=1, exchange='allreduce')"),

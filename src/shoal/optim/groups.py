@@ -56,7 +56,8 @@ def group_options(names: Iterable[tuple[str, nn.Parameter]], rule: GroupRule | N
 
 
 def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Calls `factory`, with `fused` switched on where it takes that and leaves it open."""
+    """Calls `factory`, with `fused` switched on where it takes that and leaves it open. Raises UserError for what is no
+    optimizer, or none that goes by one gradient."""
     try:
         open_choices = inspect.signature(factory).parameters
         takes_fused = "fused" in open_choices and open_choices["fused"].default in (None, False)
@@ -73,6 +74,12 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
         raise UserError(
             f"optimizer gave a {type(optimizer).__name__}, not a torch.optim.Optimizer: "
             "pass e.g. partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} evaluates the loss several times a step, and a step has one "
+            "gradient of its global batch: take one that goes by that, e.g. partial(torch.optim.AdamW, lr=3e-4)"
         )
     return optimizer
 
