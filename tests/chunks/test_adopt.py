@@ -1,7 +1,8 @@
-"""Tensors that a constructor keeps in several places are one tensor in the trained module too."""
+"""Tensors that a constructor keeps in several places are one in the trained module too, which one engine has alone."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from shoal.comm import World
 from shoal.engine import Engine
+from shoal.errors import UserError
 from shoal.models import regression
 
 
@@ -34,3 +36,50 @@ def test_attributes_refer_to_the_parameters_and_buffers_that_are_trained(ready):
     assert module.weights[0] is module.inner.weight
     assert module.inner.seen is module.other.seen
     engine.close()
+
+
+class Tail(nn.Module):
+    """A head on an encoder that others may have, too."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).tanh())
+
+
+def trains(model: nn.Module) -> Engine:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return Engine(model, regression, sgd, global_batch=4, world=World.single("cpu"))
+
+
+def test_two_engines_do_not_train_one_parameter():
+    """The first would have gone on with values that the model no longer had, and learned nothing."""
+    encoder = nn.Linear(3, 3)
+    first = trains(Tail(encoder))
+    with pytest.raises(UserError, match=r"^encoder\.weight is trained by another engine"):
+        trains(Tail(encoder))
+    first.close()
+    second = trains(Tail(encoder))
+    second.close()
+
+
+def test_a_module_goes_from_one_engine_to_the_next_with_its_hooks():
+    """While the first one is there, whose own hooks would take the gradients, and whose units the user's would have."""
+    data = [{"inputs": torch.ones(3) * i, "targets": torch.ones(3)} for i in range(4)]
+
+    def steps(engine: Engine) -> list[float]:
+        losses = [engine.step(batch).loss for batch in engine.batches(data, steps=2)]
+        engine.close()
+        return losses
+
+    model, seen = Tail(nn.Linear(3, 3)), []
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    first = trains(model)
+    steps(first)
+    fresh = copy.deepcopy(first.module)
+    fresh.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    seen.clear()
+    assert steps(trains(first.module)) == steps(trains(fresh)) and len(seen) == 2

@@ -9,6 +9,7 @@ from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.trainer import Trainer
+from shoal.chunks.adopt import let_go
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def closing(assembled: Assembled) -> ExitStack:
     stack.callback(local.ranks.leave)
     if memory.pager is not None:
         stack.callback(memory.pager.close)
+    stack.callback(let_go, memory.parameters)
     for each in (trainer.optimizer, trainer.lane, memory.storage):
         stack.callback(each.close)
     for axis in local.axes:

@@ -15,6 +15,7 @@ from shoal.assembly.offload import Offload
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.storage import Storage
 from shoal.chunks import Chunk, ChunkMaker, Gather, adopt
+from shoal.chunks.adopt import let_go
 from shoal.chunks.allocate import Private
 from shoal.chunks.make import groups_of
 from shoal.comm import Link
@@ -107,6 +108,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     if pager is not None:
         undo.callback(pager.close)
     parameters = adopt(local.module, chunks, local.built.value, precision, device, fill)
+    undo.callback(let_go, parameters)
     forget_parts(local.module)  # here and below, else weights would be kept beside those that are trained
     for built in (local.built, local.whole.built):
         built.forget()

@@ -14,6 +14,7 @@ from torch import nn
 from shoal.assembly.compatibility import check_dropout, check_no_flush, check_recompute
 from shoal.assembly.ranks import Ranks
 from shoal.assembly.recipe import Recipe
+from shoal.chunks.adopt import check_free
 from shoal.comm import Group
 from shoal.exchange.hooks import check_hooks, is_hooked
 from shoal.module.ahead import build_ahead
@@ -60,6 +61,7 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
     if ranks.world.device.type == "cpu":
         keep_freed_memory()
     built = build_ahead(model, recipe.seed)
+    check_free(built.module)
     make_alike(built, ranks.world.everyone)
     return whole_model(built, recipe.param_groups)
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.spec import Slot
+from shoal.chunks.weakly import is_weak
+from shoal.errors import UserError
 from shoal.precision import Precision
+
+_adopted: MutableMapping[Tensor, weakref.ref[Chunk]] = WeakTensorKeyDictionary()
+"""The chunk of each parameter that is trained."""
+
+
+def check_free(module: nn.Module) -> None:
+    """Raises UserError for a parameter that lies on chunks, and for which `let_go` has not been called since."""
+    for name, built in module.named_parameters():
+        if (chunk_of := _adopted.get(built)) is not None and chunk_of() is not None:
+            raise UserError(
+                f"{name} is trained by another engine, which would go on with what the model no longer has: close that "
+                "engine first, or give this one a copy (copy.deepcopy of the module)"
+            )
 
 
 def adopt(
@@ -47,6 +64,7 @@ def adopt(
                 if chunk.passes:
                     chunk.let_go()
                 parameter.__dict__.update(built.__dict__)
+                _adopted[parameter] = weakref.ref(chunk)
                 _take_over_hooks(parameter, built)
                 adopted[id(built)] = by_name[name] = parameter
             owner, _, attribute = name.rpartition(".")
@@ -55,6 +73,12 @@ def adopt(
             chunk.publish()
         _adopt_other_tensors(module, value, precision, device, adopted)
     return by_name
+
+
+def let_go(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Lets others adopt the module of `parameters`: nobody trains them any more."""
+    for parameter in parameters.values():
+        _adopted.pop(parameter, None)
 
 
 def _fill(chunk: Chunk, parts: Sequence[Slot], first: Tensor) -> None:
@@ -85,16 +109,21 @@ def move(
         chunk.publish()
         for slot in chunk.slots:
             parameters[slot.name].data = slot.view(chunk.data)
+            _adopted[parameters[slot.name]] = weakref.ref(chunk)
             if slot.name in masters:
                 masters[slot.name].data = slot.view(chunk.master)
 
 
 def _take_over_hooks(parameter: nn.Parameter, built: Tensor) -> None:
-    """Takes over hooks of users: the dicts themselves, so that their handles still remove them."""
+    """Takes over hooks of users: the dicts themselves, so that their handles still remove them. Hooks of an engine that
+    has trained the module before are not among them any more."""
     if built._backward_hooks:
         parameter._backward_hooks = built._backward_hooks
-    if built._post_accumulate_grad_hooks:
-        parameter._post_accumulate_grad_hooks = built._post_accumulate_grad_hooks
+    after = built._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in after.items() if is_weak(hook)]:
+        del after[key]
+    if after:
+        parameter._post_accumulate_grad_hooks = after
 
 
 def _stay_in_the_chunk() -> None:

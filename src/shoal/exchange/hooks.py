@@ -61,17 +61,17 @@ class _InUnit:
     """Wraps a user's `hook` on a gradient, which it sees in the unit of the mean."""
 
     def __init__(self, hook: Hook, unit: _Unit) -> None:
-        self._hook, self._unit = hook, unit
+        self.hook, self.unit = hook, unit
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        unit = self._unit.value
+        unit = self.unit.value
         if unit is None:
-            return self._hook(gradient)
-        if not self._unit.counts:
+            return self.hook(gradient)
+        if not self.unit.counts:
             return None
         shown = _wide(gradient) * unit.to(gradient.device)
         before = _version(shown)
-        result = self._hook(shown)
+        result = self.hook(shown)
         if result is None:
             if _version(shown) == before:
                 return None
@@ -83,10 +83,10 @@ class _Held:
     """Wraps a user's `hook` on an accumulated gradient: in a step the reducer, which has the sum, runs it."""
 
     def __init__(self, hook: Hook, unit: _Unit) -> None:
-        self.hook, self._unit = hook, unit
+        self.hook, self.unit = hook, unit
 
     def __call__(self, parameter: Tensor) -> None:
-        if self._unit.value is None:
+        if self.unit.value is None:
             self.hook(parameter)
 
 
@@ -179,18 +179,24 @@ class UserHooks:
         self._hooked = {name: each for name, each in some if is_hooked(each)}
         for name, each in self._hooked.items():
             hooks, after = each._backward_hooks or {}, each._post_accumulate_grad_hooks or {}
-            new = [key for key, hook in hooks.items() if not isinstance(hook, _InUnit)]
+            new = [key for key, hook in hooks.items() if not self._has(hook)]
             held = (
-                [key for key, hook in after.items() if not (isinstance(hook, _Held) or is_weak(hook))]
-                if len(after) > 1
-                else []
+                [key for key, hook in after.items() if not (self._has(hook) or is_weak(hook))] if len(after) > 1 else []
             )
             if new or held:
                 check_hooks([name], self._layouts, self._axes)
             for key in new:
-                hooks[key] = _InUnit(hooks[key], self._unit)
+                hooks[key] = _InUnit(_of_the_user(hooks[key]), self._unit)
             for key in held:
-                after[key] = _Held(after[key], self._unit)
+                after[key] = _Held(_of_the_user(after[key]), self._unit)
+
+    def _has(self, hook: Hook) -> bool:
+        """Whether it is wrapped here, not by an engine that has trained the module before."""
+        return isinstance(hook, _InUnit | _Held) and hook.unit is self._unit
+
+
+def _of_the_user(hook: Hook) -> Hook:
+    return hook.hook if isinstance(hook, _InUnit | _Held) else hook
 
 
 def _held(parameter: Tensor) -> list[Hook]:
