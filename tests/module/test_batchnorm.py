@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from shoal.device import stand_in
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import classification
-from shoal.module.batchnorm import RunningStatistics, SyncBatchNorm
+from shoal.module.batchnorm import RunningStatistics, SyncBatchNorm, synchronise
 from tests.device.recorder import Recorder
 from tests.parity.cases import images
 from tests.pool import run_ranks
@@ -161,7 +162,29 @@ def test_evaluation_uses_running_statistics():
     plain(torch.randn(8, 3))
     from shoal.comm import World
 
-    synchronised = SyncBatchNorm(plain, World.single("cpu").everyone)
+    synchronised = copy.deepcopy(plain)
+    synchronise(synchronised, World.single("cpu").everyone)
     plain.eval(), synchronised.eval()
     x = torch.randn(4, 3)
     assert torch.equal(plain(x), synchronised(x))
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.fast
+def test_what_a_batchnorm_has_beside_statistics_stays_or_is_named():
+    from shoal.comm import World
+
+    group = World.single("cpu").everyone
+    plain, x = nn.BatchNorm1d(3), torch.randn(8, 3)
+    plain.register_forward_hook(lambda module, args, output: output * 2)
+    wanted = plain(x)
+    plain.reset_running_stats()
+    synchronise(plain, group)
+    assert isinstance(plain, SyncBatchNorm)
+    torch.testing.assert_close(plain(x), wanted)
+    with pytest.raises(UserError, match="sync_bn: 1 is a Activated, a BatchNorm that does more"):
+        synchronise(nn.Sequential(nn.Linear(3, 3), Activated(3)), group)

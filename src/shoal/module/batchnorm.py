@@ -7,10 +7,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.comm.collectives import Group
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.device import is_accelerator
+from shoal.errors import UserError
 from shoal.module.stand_in import whole_model
 
 
@@ -126,14 +128,7 @@ class SyncBatchNorm(_BatchNorm):
     with the whole batch. A rank may have zero samples.
     """
 
-    def __init__(self, like: _BatchNorm, group: Group) -> None:
-        super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
-        self._group = group
-        for name in ("weight", "bias"):
-            self.register_parameter(name, getattr(like, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(like, name))
-        self.train(like.training)
+    _group: Group
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -172,8 +167,18 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronise(root: nn.Module, group: Group) -> None:
-    """Replaces each BatchNorm below `root` by a `SyncBatchNorm`; parameters and statistics stay the same objects."""
-    for name, module in list(root.named_modules()):
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-            owner, _, attribute = name.rpartition(".")
-            setattr(root.get_submodule(owner), attribute, SyncBatchNorm(module, group))
+    """Makes each BatchNorm below `root` a `SyncBatchNorm` over `group`: the same object, with its hooks.
+
+    Raises UserError for one whose forward does more.
+    """
+    for name, module in root.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        plain = _BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward
+        if type(module).forward not in plain or is_parametrized(module):
+            raise UserError(
+                f"sync_bn: {name or 'the model'} is a {type(module).__name__}, a BatchNorm that does more than that, "
+                "which would be lost: give microbatch= instead, or put what it adds beside a plain BatchNorm"
+            )
+        module.__class__ = SyncBatchNorm
+        vars(module)["_group"] = group
