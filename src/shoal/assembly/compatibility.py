@@ -69,21 +69,26 @@ CONFLICTS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
 
 
 def check(plan: Plan, recipe: Recipe, module: nn.Module, options: list[dict[str, Any]]) -> None:
-    """Raises UserError for the first of `CONFLICTS` that there is, for rules that name nothing in `module`, and for a
-    part of it whose gradients another process has, with fp16's loss scale in them."""
+    """Raises UserError for the first of `CONFLICTS` that there is, for rules that name nothing in `module`, for weights
+    that a forward changes and that lie elsewhere too, and for gradients that another process has, times a loss
+    scale."""
     asked = Asked(plan, recipe, options)
-    for conflicts, why in CONFLICTS:
-        if conflicts(asked):
-            raise UserError(why.format(asked=asked))
+    if (why := next((why for conflicts, why in CONFLICTS if conflicts(asked)), None)) is not None:
+        raise UserError(why.format(asked=asked))
     check_rules(module, recipe.tensor_rules or {})
     check_placements(module, plan.placements or {})
-    if recipe.precision.scaling is not None:
-        for name, each in module.named_modules():
-            if getattr(each, "elsewhere", False):
-                raise UserError(
-                    f"{name or 'the model'} is a remote module: its owner would have gradients times the loss scale of "
-                    'this precision. Take "bf16" or "fp32"'
-                )
+    elsewhere = plan.size > 1 or recipe.precision.low or plan.memory is not None
+    for name, each in module.named_modules():
+        if recipe.precision.scaling is not None and getattr(each, "elsewhere", False):
+            raise UserError(
+                f"{name or 'the model'} is a remote module: its owner would have gradients times the loss scale of "
+                'this precision. Take "bf16" or "fp32"'
+            )
+        if elsewhere and isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            raise UserError(
+                f"{name} has max_norm: a forward changes rows of the weight, which other ranks, fp32 masters and the "
+                "host would not have. Scale what it returns instead, or take one rank in fp32 without plan.memory"
+            )
 
 
 @dataclass(frozen=True)
@@ -224,9 +229,8 @@ def check_exchange(
     if make is not None:
         chosen.suits(make)
     asked = Exchange(plan, chosen, keep, clip_value, moves_biases)
-    for conflicts, why in EXCHANGES:
-        if conflicts(asked):
-            raise UserError(why.format(asked=asked))
+    if (why := next((why for conflicts, why in EXCHANGES if conflicts(asked)), None)) is not None:
+        raise UserError(why.format(asked=asked))
     return chosen
 
 
@@ -283,11 +287,8 @@ def check_gradients_by_name(plan: Plan, recipe: Recipe, exchange: Algorithm, flu
     """Raises UserError where something asks for gradients by name, and ranks do not have the same ones."""
     same = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
     named, schedule = option_name(plan.exchange, "exchange"), option_name(plan.schedule, "schedule")
-    by_name = {
-        "clip by a function": callable(recipe.clip),
-        "keep_gradients": recipe.keep_gradients,
-        "norms_every": recipe.norms_every,
-    }
+    by_name = {"clip by a function": callable(recipe.clip), "keep_gradients": recipe.keep_gradients}
+    by_name["norms_every"] = recipe.norms_every > 0
     reasons = {
         f'plan.exchange = "{named}" leaves each replica a gradient of its own': not same,
         f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
