@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.chunks import sum_of_squares
 from shoal.device import record_use
+from shoal.errors import UserError
 from shoal.exchange.aside import Aside
 from shoal.exchange.reducer import Reducer
 from shoal.training.forward import Forward
@@ -36,6 +37,7 @@ class Reduce:
     def __init__(self, forward: Forward, trained: Trained, totals: Totals, rounds: int = 1) -> None:
         self._forward, self._trained, self._totals, self._rounds = forward, trained, totals, rounds
         self._reducer = Reducer(trained.parameters, trained.algorithm, trained.hooks)
+        self._frozen = {name: each for name, each in trained.parameters.items() if not each.requires_grad}
 
     def follow(self) -> None:
         """Goes on with the chunks that the algorithm has now."""
@@ -57,7 +59,14 @@ class Reduce:
         self._reducer.rows = dict.fromkeys(self._reducer.rows)
 
     def begin(self, step: int, most: int) -> None:
-        """Begins a step in which a rank has at most `most` microbatches."""
+        """Begins a step in which a rank has at most `most` microbatches. Raises UserError for a parameter that was
+        frozen when the engine was made, and is not any more."""
+        if (name := next((name for name, each in self._frozen.items() if each.requires_grad), None)) is not None:
+            raise UserError(
+                f"{name} has requires_grad now, and was frozen when the engine was made, which has neither memory for "
+                "its gradient nor an optimizer's state: make the engine with it trainable, and call "
+                "requires_grad_(False) on engine.module until it is to learn"
+            )
         self._reducer.begin(step, most * self._rounds, self._totals.unscale)
 
     @contextmanager

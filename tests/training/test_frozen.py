@@ -1,0 +1,70 @@
+"""Parameters that are frozen, or learn again, while a run goes on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import Engine, Plan
+from shoal.comm import World
+from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
+from shoal.models import regression
+from tests.exchange import teacher
+
+ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.3)
+
+
+def frozen_for_a_while(world: World, plan: dict) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Weights after six steps, of which the third and the fourth leave the first layer alone: the engine's, and those
+    by torch alone."""
+    torch.set_num_threads(1)
+    engine = Engine(
+        teacher.student, regression, ADAMW, Plan(dp=world.size, **plan), global_batch=8, microbatch=2, world=world
+    )
+    plain = teacher.student()
+    with engine.whole_weights():
+        plain.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
+    optimizer = ADAMW(plain.parameters())
+    for batch in engine.batches(teacher.data(), steps=6):
+        for module in (engine.module, plain):
+            module[0].requires_grad_(batch.step not in (2, 3))
+        total, count = regression(plain, batch.load(batch.ids))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        engine.step(batch)
+    with engine.whole_weights():
+        found = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    engine.close()
+    return {name: (found[name], value.detach()) for name, value in plain.named_parameters()}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("size", "plan"), [(1, {}), (2, {}), (2, {"zero": 1}), (2, {"zero": 2}), (1, {"memory": {}})], ids=str
+)
+def test_what_is_frozen_for_some_steps_is_left_alone_in_them(size, plan):
+    for found in simulate_world(size, frozen_for_a_while, plan):
+        for ours, theirs in found.values():
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_what_was_frozen_from_the_beginning_cannot_learn_later():
+    """It would have had gradients that nobody took, without a word."""
+
+    def model() -> nn.Module:
+        made = teacher.student()
+        made[0].requires_grad_(False)
+        return made
+
+    engine = Engine(model, regression, ADAMW, global_batch=8)
+    batches = engine.batches(teacher.data())
+    engine.step(next(batches))
+    engine.module[0].requires_grad_(True)
+    with pytest.raises(UserError, match=r"^0\.weight has requires_grad now, and was frozen when the engine was made"):
+        engine.step(next(batches))
