@@ -271,6 +271,21 @@ def test_what_a_loop_must_not_do_is_said():
         model.engine.evaluate([{"x": torch.zeros(1)}])
 
 
+def test_an_engine_is_not_saved_in_the_middle_of_an_accumulation(tmp_path):
+    """A run that goes on from there would lose the microbatches that came before."""
+    engine = Engine(Net, callers_loss, partial(torch.optim.SGD, lr=0.1), global_batch=2, microbatch=1)
+    loop = engine.loop(2)
+    for _ in range(2):
+        loop.backward(loop(microbatch(0, 0, 0)))
+        if loop.step() is None:
+            for between in (engine.save, engine.load):
+                with pytest.raises(UserError, match=r"1 of 2 microbatches of step 0 are accumulated: do this after"):
+                    between(tmp_path)
+    engine.save(tmp_path)
+    engine.load(tmp_path)
+    engine.close()
+
+
 def test_a_loss_that_is_not_finite_leaves_the_weights():
     model, optimizer = alone()
     before = model.state_dict()

@@ -54,6 +54,13 @@ class Changing:
         self._resized.append(callback)
         return callback
 
+    def _between_steps(self) -> Session:
+        """Returns the session, for what belongs between steps. Raises UserError in the middle of an accumulation of a
+        loop of the caller's, whose gradients would be lost."""
+        for loop in self._loops:
+            loop.close_step()
+        return self._session
+
     @contextmanager
     def _handed_over(self, world: World) -> Iterator[Handover]:
         """Gives the state of all ranks inside the context, to be read by those of `world`."""

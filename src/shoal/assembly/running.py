@@ -235,7 +235,7 @@ class Running(Changing):
         is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed; the
         last good checkpoint stays.
         """
-        self._session.save(directory, wait, keep, extra)
+        self._between_steps().save(directory, wait, keep, extra)
 
     def state(self, name: str, thing: T) -> T:
         """Registers an object of the caller's: it is saved and loaded with the run, goes back with a step that
@@ -276,7 +276,7 @@ class Running(Changing):
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Reads a checkpoint written under any plan: one `step-...`, or the newest good one in `directory`. Returns its
         user `extra`."""
-        return self._session.load(directory)
+        return self._between_steps().load(directory)
 
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own
