@@ -14,8 +14,9 @@ from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from shoal.models import regression
 from tests.exchange import teacher
+from tests.pool import run_ranks
 
-ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.3)
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.3)
 
 
 def frozen_for_a_while(world: World, plan: dict) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -23,12 +24,12 @@ def frozen_for_a_while(world: World, plan: dict) -> dict[str, tuple[torch.Tensor
     by torch alone."""
     torch.set_num_threads(1)
     engine = Engine(
-        teacher.student, regression, ADAMW, Plan(dp=world.size, **plan), global_batch=8, microbatch=2, world=world
+        teacher.student, regression, SGD, Plan(dp=world.size, **plan), global_batch=8, microbatch=2, world=world
     )
     plain = teacher.student()
     with engine.whole_weights():
         plain.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
-    optimizer = ADAMW(plain.parameters())
+    optimizer = SGD(plain.parameters())
     for batch in engine.batches(teacher.data(), steps=6):
         for module in (engine.module, plain):
             module[0].requires_grad_(batch.step not in (2, 3))
@@ -62,9 +63,28 @@ def test_what_was_frozen_from_the_beginning_cannot_learn_later():
         made[0].requires_grad_(False)
         return made
 
-    engine = Engine(model, regression, ADAMW, global_batch=8)
+    engine = Engine(model, regression, SGD, global_batch=8)
     batches = engine.batches(teacher.data())
     engine.step(next(batches))
     engine.module[0].requires_grad_(True)
     with pytest.raises(UserError, match=r"^0\.weight has requires_grad now, and was frozen when the engine was made"):
         engine.step(next(batches))
+
+
+def under_another_plan(world: World) -> tuple[bool, float, float]:
+    """Whether the first layer is frozen still, and how far it and the last one went."""
+    engine = Engine(teacher.student, regression, SGD, Plan(dp=2), global_batch=8, microbatch=2, world=world)
+    engine.module[0].requires_grad_(False)
+    engine.replan(Plan(dp=2, zero=2))
+    before = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    for batch in engine.batches(teacher.data(), steps=2):
+        engine.step(batch)
+    moved = {name: float((value.detach() - before[name]).norm()) for name, value in engine.parameters.items()}
+    stays = engine.module[0].weight.requires_grad
+    engine.close()
+    return not stays, moved["0.weight"], moved["4.weight"]
+
+
+def test_what_is_frozen_stays_so_under_another_plan():
+    for frozen, first, last in run_ranks(under_another_plan, 2):
+        assert frozen and first == 0 and last > 0

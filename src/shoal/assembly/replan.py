@@ -63,6 +63,7 @@ def reassembled(
                 follower.check(new)
             fresh = session(new, ending, None if old is None else old.user)
             fresh.take_over(source, old)
+            _freeze(new.local.module, old, new.local.ranks.everyone)
             if fresh.state.buddy is not None:
                 fresh.state.buddy.snapshot(fresh.progress.step)
         except REFUSALS as error:
@@ -70,6 +71,18 @@ def reassembled(
             raise
         undo.pop_all()
     return new, fresh
+
+
+def _freeze(module: nn.Module, old: Session | None, everyone: Group) -> None:
+    """Leaves parameters of `module` alone that the caller's loop had frozen since they were made, on any rank."""
+    mine = set[str]()
+    if old is not None:
+        trained = {slot.name for chunk in old.state.chunks if chunk.trainable for slot in chunk.slots}
+        mine = {name for name, each in old.state.module.named_parameters() if not each.requires_grad} & trained
+    frozen = set[str]().union(*everyone.all_gather_object(mine))
+    for name, each in module.named_parameters():
+        if name in frozen:
+            each.requires_grad_(False)
 
 
 def started(assembled: Assembled) -> tuple[Assembled, Session]:
