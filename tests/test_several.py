@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import runpy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 
 from shoal.comm import World
 from shoal.engine import Engine
+from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, causal_lm
 from shoal.plan import Plan
+from shoal.training.loop import callers_loss
 from tests.parity.cases import text
 from tests.pool import run_ranks
 
@@ -173,3 +176,64 @@ def _two_loops(world, interleaved: bool) -> list[list[float]]:
 def test_gradients_of_two_models_may_be_on_their_way_at_once():
     mixed, apart = run_ranks(_two_loops, 2, True), run_ranks(_two_loops, 2, False)
     assert mixed == apart and mixed[0] == mixed[1]
+
+
+def _adversaries(world: World) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Two models that train through each other in loops of the caller's: the engines' weights, and those by torch."""
+    torch.set_num_threads(1)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    made = partial(Engine, optimizer=sgd, global_batch=4, world=world)
+    engines = [made(partial(torch.nn.Linear, *sizes), callers_loss) for sizes in ((4, 1), (3, 4))]
+    plain = [torch.nn.Linear(4, 1), torch.nn.Linear(3, 4)]
+    for module, engine in zip(plain, engines, strict=True):
+        module.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
+    optimizers = [sgd(module.parameters()) for module in plain]
+    judge, maker = (engine.loop() for engine in engines)
+    draw = torch.Generator().manual_seed(0)
+
+    def losses(judge: Any, maker: Any, real: torch.Tensor, noise: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield (judge(real) - 1).square().mean() + judge(maker(noise).detach()).square().mean()
+        yield (judge(maker(noise)) - 1).square().mean()
+
+    for _ in range(4):
+        given = torch.randn(4, 4, generator=draw), torch.randn(4, 3, generator=draw)
+        for loop, loss in zip((judge, maker), losses(judge, maker, *given), strict=True):
+            loop.backward(loss)
+            loop.step()
+        for optimizer, loss in zip(optimizers, losses(*plain, *given), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = [
+        {name: (engine.parameters[name].detach().clone(), value.detach()) for name, value in module.named_parameters()}
+        for engine, module in zip(engines, plain, strict=True)
+    ]
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def test_what_one_loop_sends_into_the_other_is_none_of_its_steps():
+    """It was added to the gradients of the step that the forward had opened there."""
+    for found in _adversaries(World.single("cpu")):
+        for ours, theirs in found.values():
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_of_the_callers_own_in_the_middle_of_a_step_is_refused():
+    """Its gradients came in the unit of sums, whatever they were divided by."""
+
+    def loss(model: torch.nn.Module, mb: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        model.weight.square().sum().backward()
+        return model(mb["x"]).square().sum(), 1
+
+    engine = Engine(partial(torch.nn.Linear, 3, 3), loss, ADAMW, global_batch=2)
+    with pytest.raises(UserError, match=r"a backward reached weight that is not the step's own: add its loss"):
+        engine.step(next(engine.batches([{"x": torch.ones(3)}] * 2)))
+    engine = Engine(partial(torch.nn.Linear, 3, 3), callers_loss, ADAMW, global_batch=2)
+    loop = engine.loop()
+    out = loop(torch.ones(2, 3))
+    with pytest.raises(UserError, match=r"or given to loop.backward\(...\)"):
+        out.square().mean().backward()
+    loop.backward(loop(torch.ones(2, 3)).square().mean())
+    assert loop.step() is not None

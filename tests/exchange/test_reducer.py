@@ -66,7 +66,8 @@ def test_gradients_accumulate_over_backwards_and_start_anew_in_the_next_step():
     reducer, watching, p, lane, _ = setting()
     for step in range(2):
         reducer.begin(0)
-        (p["a"] * 5 + p["b"] * 7).backward()
+        with reducer.backward(ONE, last=False):
+            (p["a"] * 5 + p["b"] * 7).backward()
         with reducer.backward(ONE, last=True):
             (p["a"] * 10).backward()
         reducer.finish()
@@ -83,7 +84,8 @@ def test_low_precision_gradients_accumulate_in_fp32():
     """256 + 1 is 256 in bf16."""
     reducer, watching, p, lane, _ = setting(torch.bfloat16)
     reducer.begin(0)
-    (p["a"] * 256).backward()
+    with reducer.backward(ONE, last=False):
+        (p["a"] * 256).backward()
     with reducer.backward(ONE, last=True):
         (p["a"] * 1).backward()
     reducer.finish()

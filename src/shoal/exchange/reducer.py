@@ -24,7 +24,10 @@ from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum
-from shoal.exchange.rows import add_rows, clear, put, sum_rows
+from shoal.exchange.rows import add_rows, clear, keep, put, sum_rows
+
+_in_backward: set[int] = set()
+"""The reducers, by `id`, whose step is in a backward."""
 
 
 class Reducer:
@@ -48,29 +51,27 @@ class Reducer:
         self._gradient_pool, self._beside = replica.gradient_pool, replica.beside
         self._users = users or UserHooks({}, {}, ())
         self._borrowing = {slot.name for chunk in self._chunks if chunk.borrows for slot in chunk.slots}
-        self.touched: dict[str, bool] = {}
+        self.touched = {slot.name: False for chunk in self._chunks for slot in chunk.slots}
         self.rows: dict[str, Tensor | None] = {}
         self.norms = torch.empty(0)
         self.arrivals: list[str] = []
-        self._armed = self._reduces = self._sums = self._own_rows = False
+        self._armed = self._reduces = self._sums = self._own_rows = self._is_open = False
         self._own_mean = torch.ones(())
         self._unscale: Tensor | None = None
         self._complete: Collection[str] | None = None
-        self._round = self._rounds = self._turn = 0
-        self._order: list[int] = []  # the chunks of this round
-        self._front = 0  # in that order
+        self._round = self._rounds = self._turn = self._front = 0
+        self._order: list[int] = []  # the chunks of this round, of which that at `_front` goes next
         self._missing: dict[int, set[str]] = {}
         self._lent: dict[int, Tensor] = {}
-        self._hooks = []
         self._views = {
             slot.name: slot.view(chunk.gradient) for chunk in self._chunks if not chunk.borrows for slot in chunk.slots
         }
         arrived = weakly(self._arrived)
-        for index, chunk in enumerate(self._chunks):
-            for slot in chunk.slots:
-                self.touched[slot.name] = False
-                hook = partial(arrived, index, slot)
-                self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
+        self._hooks = [
+            parameters[slot.name].register_post_accumulate_grad_hook(partial(arrived, index, slot))
+            for index, chunk in enumerate(self._chunks)
+            for slot in chunk.slots
+        ]
         pairs = [(chunk, algorithm.partners_of(chunk)) for chunk in self._chunks]
         self._pieces = [chunk.norm_pieces(group.rank, group.size) for chunk, group in pairs]
         self._ends = list(accumulate(map(len, self._pieces)))
@@ -83,15 +84,14 @@ class Reducer:
             hook.remove()
 
     def begin(self, step: int, microbatches: int = 1, unscale: Tensor | None = None) -> None:
-        """Begins a step: nothing has been touched, and the chunks hold the gradients of the step before.
+        """Begins `step`: nothing has been touched, and the chunks hold the gradients of the step before.
 
-        - `step`: number of the step
         - `microbatches`: the most that any partner has
         - `unscale`: 0-dim factor of gradients before they are exchanged, where the loss is scaled; else None
         """
         if self._round < self._rounds:  # an error has cut the step before short: its gradients are still on their way
             self._lane.drain()
-        self._unscale = unscale
+        self._unscale, self._is_open = unscale, True
         self._users.begin(microbatches, self._borrowing.__contains__, unscale)
         if self._gradient_pool is not None:
             self._gradient_pool.forget(self._lent.values())
@@ -102,8 +102,8 @@ class Reducer:
         self.touched = dict.fromkeys(self.touched, False)
         self.norms = torch.zeros(self._ends[-1] if self._ends else 0, dtype=torch.float64, device=self._device)
         holds = self._algorithm.holds(step)
-        self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
-        self._own_rows = holds in (Holds.INDEPENDENT, Holds.LOCAL_MEAN)
+        self._sums, self._own_rows = holds is Holds.SUM, holds in (Holds.INDEPENDENT, Holds.LOCAL_MEAN)
+        self._reduces = holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
         self._round, self._rounds = 0, microbatches if self._gradient_pool is not None else 1
         self._begin_round()
 
@@ -124,15 +124,18 @@ class Reducer:
         """
         self._armed, self._own_mean = last or bool(complete) or self._gradient_pool is not None, own_mean
         self._complete = complete if self._gradient_pool is None else None
+        _in_backward.add(id(self))
         try:
             yield
         finally:
             self._armed = False
+            _in_backward.discard(id(self))
         if self._gradient_pool is not None:
             self._end_round()
 
     def finish(self) -> None:
         """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
+        self._is_open = False
         while self._round < self._rounds:
             self._end_round()
         if self._gradient_pool is not None:
@@ -155,8 +158,7 @@ class Reducer:
     @torch.no_grad()
     def _end_round(self) -> None:
         for index, missing in self._missing.items():
-            chunk = self._chunks[index]
-            for slot in chunk.slots:
+            for slot in (chunk := self._chunks[index]).slots:
                 if slot.name in missing and chunk.borrows:
                     slot.view(self._flat(index)).zero_()
                 elif not (self.touched[slot.name] or chunk.sparse or chunk.borrows):
@@ -169,11 +171,19 @@ class Reducer:
 
     def _arrived(self, index: int, slot: Slot, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if id(self) not in _in_backward:
+            parameter.grad = None
+            if not self._is_open or _in_backward:
+                return  # of another engine's loss, or of none
+            raise UserError(
+                f"a backward reached {slot.name} that is not the step's own: add its loss to the one that is returned, "
+                "or given to loop.backward(...); torch.autograd.grad leaves the gradients of weights alone"
+            )
         gradient, name = parameter.grad.detach(), slot.name  # as of a backward that makes a graph
         if self._chunks[index].borrows:
             put(slot.view(self._flat(index)), gradient, False)
         else:
-            self._keep(name, self._views[name], gradient)
+            keep(self.rows, name, self._views[name], gradient, self.touched[name])
         parameter.grad, self.touched[name] = None, True
         if hooks := self._users.of_sum(parameter):
             self._show(index, slot, parameter, hooks)
@@ -214,16 +224,6 @@ class Reducer:
         else:
             view.copy_(result)
 
-    def _keep(self, name: str, view: Tensor, gradient: Tensor) -> None:
-        """Adds a gradient to the chunk's, or writes it there if it is the first of the step."""
-        if name not in self.rows:
-            put(view, gradient, self.touched[name])
-        elif gradient.is_sparse:
-            self.rows[name] = add_rows(view, gradient, self.rows[name])
-        else:  # tied to something dense: rows would be no shorter
-            self.rows[name] = None
-            view.add_(gradient)
-
     def _flat(self, index: int) -> Tensor:
         """Returns the whole gradient that the chunk has borrowed for this round."""
         if index not in self._lent:
@@ -237,9 +237,8 @@ class Reducer:
     def _advance(self) -> None:
         while self._front < len(self._order) and not self._missing[self._order[self._front]]:
             index = self._order[self._front]
-            self._front += 1
             chunk = self._chunks[index]
-            self._turn += 1
+            self._front, self._turn = self._front + 1, self._turn + 1
             if chunk.borrows:
                 assert self._gradient_pool is not None
                 flat = self._lent.pop(index)

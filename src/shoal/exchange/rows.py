@@ -66,6 +66,18 @@ def put(dense: Tensor, gradient: Tensor, adds: bool) -> None:
         dense.copy_(gradient)
 
 
+def keep(rows: dict[str, Tensor | None], name: str, view: Tensor, gradient: Tensor, adds: bool) -> None:
+    """Writes a gradient to `view`, or adds it if `adds`. One that is in `rows` is always added, and its rows are
+    noted."""
+    if name not in rows:
+        put(view, gradient, adds)
+    elif gradient.is_sparse:
+        rows[name] = add_rows(view, gradient, rows[name])
+    else:  # tied to something dense: rows would be no shorter
+        rows[name] = None
+        view.add_(gradient)
+
+
 def clear(dense: Tensor, rows: Tensor | None) -> None:
     """Zeroes the rows that were written last; all of them where `rows` is None."""
     if rows is None:
