@@ -391,3 +391,24 @@ def test_a_model_without_values_is_made_as_one_with_them():
     for factory, how in ((Everything, "without values"), (Reads, "built on CPU")):
         blank = build_blank(factory)
         assert blank.how.startswith(how) and look(blank.module) == look(build(factory, 0).module)
+
+
+class _TiedByData(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        if how == "data":
+            self.head.weight.data = self.embedding.weight.data
+        elif how == "part":
+            self.head.weight = nn.Parameter(self.embedding.weight.detach()[1:])
+        else:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_parameters_that_are_tied_by_their_memory_are_refused(ready):
+    """They would have been two, each with a part of the gradient."""
+    for how in ("data", "part"):
+        with pytest.raises(UserError, match=r"embedding\.weight and head\.weight lie in the same memory"):
+            build(_TiedByData(how) if ready else lambda how=how: _TiedByData(how), 0)
+    assert len(list(build(lambda: _TiedByData("object"), 0).module.parameters())) == 1

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,28 @@ def _checked(built: Built) -> Built:
                 "keep nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under "
                 "bf16 or fp16 of self.w.float()); what is not trained can be a buffer"
             )
+    if (pair := _in_one_place(built.module)) is not None:
+        raise UserError(
+            f"the parameters {pair[0]} and {pair[1]} lie in the same memory, which chunks would part: tie them by "
+            "making them one parameter (head.weight = embedding.weight, without .data), or clone one of them"
+        )
     return built
+
+
+def _in_one_place(module: nn.Module) -> tuple[str, str] | None:
+    """Returns the names of two parameters that share memory though they are two objects; None if there are none."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, each in module.named_parameters():
+        if each.numel() and each.layout == torch.strided:
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            first = int(each.storage_offset())
+            span = first * each.itemsize, int(first + last + 1) * each.itemsize, name
+            spans.setdefault(storage_of(each), []).append(span)
+    for together in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(together)):
+            if start < end:
+                return one, other
+    return None
 
 
 def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
