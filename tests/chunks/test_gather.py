@@ -14,6 +14,7 @@ from shoal import Engine, Plan, UserError
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.models import regression
+from shoal.training.loop import callers_loss
 from tests.exchange import teacher
 from tests.pool import apart, run_ranks
 
@@ -234,6 +235,14 @@ def penalised(model: nn.Module, mb: dict[str, torch.Tensor]) -> tuple[torch.Tens
     return total + 0.01 * count * sum(parameter.square().sum() for parameter in model.parameters()), count
 
 
+def smooth(model: nn.Module, mb: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """With a penalty on the gradient by the inputs, as a critic has it, whose own gradient needs the weights again."""
+    inputs = mb["inputs"].clone().requires_grad_()
+    out = model(inputs)
+    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    return (out - mb["targets"]).square().sum() + (slope.norm(dim=1) - 1).square().sum(), out.numel()
+
+
 def read(world: World, zero: int, loss, recompute: str, directory=None) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     running = Engine(
@@ -257,7 +266,7 @@ def read(world: World, zero: int, loss, recompute: str, directory=None) -> tuple
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("loss", [regression, penalised], ids=["loss", "penalised"])
+@pytest.mark.parametrize("loss", [regression, penalised, smooth], ids=["loss", "penalised", "smooth"])
 def test_weights_may_be_read_by_anybody(loss, recompute):
     passing, whole = (simulate_world(2, read, zero, loss, recompute) for zero in (3, 0))
     assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5) and passing[0][1] == pytest.approx(
@@ -299,6 +308,28 @@ def keep_a_graph(world: World) -> str:
         kept[0].backward()
     running.close()
     return str(failure.value)
+
+
+def smoothed(world: World, zero: int) -> list[float]:
+    """In a loop of the caller's, whose inner backward nobody watches."""
+    torch.set_num_threads(1)
+    exchange = {"name": "allreduce", "chunk_bytes": 128}
+    engine = Engine(
+        Reads, callers_loss, teacher.SGD, Plan(dp=world.size, zero=zero, exchange=exchange), global_batch=4, world=world
+    )
+    loop, draw, losses = engine.loop(), torch.Generator().manual_seed(world.rank), []
+    for _ in range(3):
+        rows = torch.randn(2, teacher.INPUTS, generator=draw), torch.randn(2, teacher.OUTPUTS, generator=draw)
+        loop.backward(smooth(loop, dict(zip(("inputs", "targets"), rows, strict=True)))[0])
+        losses.append(loop.step().loss)
+    engine.close()
+    return losses
+
+
+def test_a_loop_of_the_callers_takes_gradients_of_gradients():
+    """What they keep of weights was memory that had been given back."""
+    passing, whole = (simulate_world(2, smoothed, zero) for zero in (3, 0))
+    assert passing[0] == pytest.approx(whole[0], rel=1e-5)
 
 
 def test_a_graph_that_outlives_its_step_is_refused():

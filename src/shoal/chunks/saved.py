@@ -6,8 +6,8 @@ of anything else        the tensor, on the device or, for a part of the bytes, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,17 @@ class SavedTensors:
         self._weights = {chunk.data.untyped_storage()._cdata: index for index, chunk in enumerate(chunks)}
         self._node: Any = None
         self._of_node: frozenset[int] = frozenset()
+        self._watches = False
 
-    def watching(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """Context in which a graph is made."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        before, self._watches = self._watches, True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._watches = before
 
     def backward_is_over(self) -> None:
         """Forgets the node of the graph that ran last."""
@@ -113,4 +120,6 @@ class SavedTensors:
         self._of_node |= {saved.index}
         self._use(self._of_node)
         data = self._chunks[saved.index].data
-        return data.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        weight = data.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        # a graph that is made beside what is watched keeps its weights for itself
+        return weight.clone() if torch.is_grad_enabled() and not self._watches else weight
