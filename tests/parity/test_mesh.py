@@ -321,6 +321,25 @@ def test_optimizers_of_whole_matrices_are_refused():
     assert all("looks at whole parameters" in message for message in run_ranks(whole_matrices, 2))
 
 
+def penalised(world) -> str:
+    def loss(model: nn.Module, mb: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        total, count = causal_lm(model, mb)[:2]
+        return total + 0.1 * count * sum(each.square().sum() for each in model.parameters()), count
+
+    case = CASES["gpt"]
+    running = Engine(case.factory, loss, case.optimizer, Plan(tp=2), global_batch=4, world=world)
+    with pytest.raises(UserError) as failure:
+        running.step(next(running.batches(case.data())))
+    running.close()
+    return str(failure.value)
+
+
+def test_a_loss_that_reads_weights_of_which_ranks_have_parts_is_refused():
+    """Each rank reported a loss of its own, and weights that all have got their penalty twice."""
+    said = run_ranks(penalised, 2)
+    assert said[0] == said[1] and "on ranks that share matrices: it reads weights, of which each has a part" in said[0]
+
+
 def packed(case: str) -> list[dict[str, torch.Tensor]]:
     """Rows of three documents whose borders lie where no rank's tokens begin."""
     rows = []

@@ -112,8 +112,10 @@ class Ballot:
 
 def agree(totals: Totals, effects: Effects, groups: StepGroups, streams: int, alone: bool) -> None:
     """Tells, at the first step, ranks without a microbatch, or without the loss, the names of the auxiliary losses, and
-    all what forwards do to buffers. `streams`: ranks that share each row; `alone`: replicas train alone in this
-    step."""
+    all what forwards do to buffers. `streams`: ranks that share each row; `alone`: replicas train alone in this step.
+
+    Raises UserError where ranks that share matrices have other losses of the same samples.
+    """
     if totals.agreed:
         return
     totals.agreed = True
@@ -123,6 +125,7 @@ def agree(totals: Totals, effects: Effects, groups: StepGroups, streams: int, al
         names, everywhere = _merged(groups.partners.all_gather_object((names, everywhere)))
         rules = everywhere
     for axis in groups.axes:
+        axis.check_sums(totals.values)
         names, everywhere = _merged(axis.gather_seen((names, everywhere)))
     buffers.agree(rules, 1 if alone else groups.partners.size, streams, everywhere)
     totals.learn(names)

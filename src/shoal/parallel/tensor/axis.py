@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.comm import World
 from shoal.comm.silent import Silent
+from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.module.build import Built
 from shoal.parallel.axis import Axis, Remembers, in_order, together
@@ -18,6 +21,9 @@ from shoal.parallel.tensor.cuts import Cuts
 from shoal.parallel.tensor.overlap import TokenRing
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.slicing import Sliced, cut_among
+
+SAME = 1e-5
+"""How far the losses of ranks may be apart, relative to each other, where kernels round what they share another way."""
 
 
 class TensorParallel(Axis):
@@ -53,6 +59,17 @@ class TensorParallel(Axis):
 
     def add_squares(self, squares: Tensor) -> Tensor:
         return self.group.all_reduce(squares, purpose="norm")
+
+    def check_sums(self, sums: Tensor) -> None:
+        told = self.group.all_gather_object([0.0, 0.0] if isinstance(sums, FakeTensor) else sums[:2].tolist())
+        pairs = [(one, first) for theirs in told for one, first in zip(theirs, told[0], strict=True)]
+        if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) or not all(map(math.isfinite, told[0])):
+            return
+        raise UserError(
+            f"plan.tp = {self.size}: the loss sums up to {', '.join(f'{sum_:.6g}' for sum_, _ in told)} on ranks that "
+            "share matrices: it reads weights, of which each has a part. Leave a penalty on weights to the optimizer "
+            "(weight_decay), or take plan.tp = 1"
+        )
 
     def gather_names(self, names: list[str], order: Iterable[str]) -> list[str]:
         return in_order(self.group.all_gather_object(names), order)
