@@ -221,6 +221,31 @@ def seen_by_autograd(world, microbatch: int) -> tuple[list[bool], dict[str, Tens
     return rows, weights, dense
 
 
+def test_a_loss_that_cannot_take_rows_is_told_how_to_have_them_whole():
+    """Of an inner gradient, which is of rows as that of the step is."""
+
+    def penalised(model: nn.Module, mb, whole: bool) -> tuple[Tensor, Tensor]:
+        total, count = loss(model, mb)
+        inner = torch.autograd.grad(total, list(model.parameters()), create_graph=True)
+        return total + torch.cat([(each.to_dense() if whole else each).flatten() for each in inner]).norm(), count
+
+    made = partial(Engine, partial(Bag, sparse=False), optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=6)
+    running = made(partial(penalised, whole=False))
+    with pytest.raises(RuntimeError) as failure:
+        running.step(next(running.batches(rows_of_words())))
+    assert any("take .to_dense() of them" in note for note in failure.value.__notes__)
+    running = made(partial(penalised, whole=True))
+    module = Bag(sparse=False)
+    module.load_state_dict({name: value.detach().clone() for name, value in running.parameters.items()})
+    batch = next(running.batches(rows_of_words()))
+    total, count = penalised(module, batch.load(batch.ids), False)
+    (total / count).backward()
+    running.step(batch)
+    for name, value in module.named_parameters():
+        wanted = value.detach() - 0.1 * value.grad
+        torch.testing.assert_close(running.parameters[name].detach(), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_by_rows_are_those_of_plain_torch():
     ((rows, weights, dense),) = simulate_world(1, seen_by_autograd, 2)
     assert rows == [True] * 12 and dense
