@@ -61,3 +61,21 @@ def test_auxiliary_losses_may_be_plain_numbers_and_counts_no_functions_of_the_we
     engine = made(partial(loss, counts=True))
     with pytest.raises(UserError, match="a count that depends on the weights"):
         engine.step(next(engine.batches(teacher.data())))
+
+
+@pytest.mark.fast
+def test_a_batch_that_counts_nothing_says_nothing_of_the_next():
+    """By what is expected sums are divided before backward: those after it overflowed in fp16, undivided."""
+
+    def loss(model: nn.Module, mb: Mapping[str, Tensor], counts: list[bool]) -> tuple[Tensor, int]:
+        error = (model(mb["inputs"]) - mb["targets"]).square() * 30_000
+        return (error.sum(), 30_000 * error.numel()) if counts[0] else (error.sum() * 0, 0)
+
+    counts = [True]
+    engine = Engine(teacher.student, partial(loss, counts=counts), teacher.SGD, global_batch=8, precision="fp16")
+    skipped = []
+    for batch in engine.batches(teacher.data(), steps=10):
+        counts[0] = batch.step != 8
+        skipped.append(engine.step(batch).skipped)
+    assert not any(skipped[5:]), "the scale has found its place in the first steps"
+    engine.close()

@@ -276,5 +276,6 @@ class NoFlushRunner:
                 for chunk in trained.algorithm.replica.chunks:
                     chunk.publish()
             trained.algorithm.end(number)
-        self.per_sample = max(1e-6, result.count / max(1, len(step.batch.ids)))
+        if result.count:
+            self.per_sample = max(1e-6, result.count / max(1, len(step.batch.ids)))
         self._made = result

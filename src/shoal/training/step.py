@@ -201,6 +201,6 @@ class StepRunner:
         return self._trained.algorithm.holds(step)
 
     def _expect(self, result: StepResult) -> None:
-        """Takes the counts of a sample from a step of `_samples` samples."""
-        if self._samples:
+        """Takes the counts of a sample from a step of `_samples` samples, if they count anything."""
+        if self._samples and result.count:
             self.per_sample = max(1e-6, result.count / self._samples)
