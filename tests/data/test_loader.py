@@ -46,6 +46,22 @@ def test_own_collate():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ((torch.ones(2), torch.ones(2)), "collate gave a tuple: give a dict of tensors by name"),
+        (None, "collate gave a NoneType: give a dict"),
+        ({"in": {"x": torch.ones(2)}}, "collate gave a dict for 'in': give tensors, each under a key of its own"),
+        ({"x": torch.ones(2), "mask": None}, "collate gave a NoneType for 'mask'"),
+    ],
+)
+def test_what_is_no_dict_of_tensors_is_told(batch, said):
+    found = next(map_batches(Squares(5), Cursor(5, 2, seed=0), collate=lambda samples: batch))
+    with pytest.raises(UserError, match=said):
+        found.load([0, 1])
+
+
+@pytest.mark.fast
 def test_stack_tensors_arrays_and_numbers():
     samples = [{"t": torch.ones(2), "a": np.arange(3), "i": number, "f": 0.5, "b": True} for number in range(2)]
     stacked = stack_samples(samples)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UserError
-from .loader import Batch, Collate, stack_samples
+from .loader import Batch, Collate, stacked
 
 Dispatch = Callable[[list[Any] | None], list[Any]]
 
@@ -59,7 +59,6 @@ class IterableSource:
         """
         if global_batch < 1:
             raise UserError(f"global_batch is {global_batch}: give the number of samples in one step, at least 1")
-        stack = collate or stack_samples
         while epochs is None or self._place.epoch < epochs:
             while samples := self._next(global_batch, dispatch):
                 place = self._place
@@ -67,7 +66,7 @@ class IterableSource:
                     place.step + 1, place.epoch, place.next_id + len(samples), place.samples_in_epoch + len(samples)
                 )
                 ids = tuple(range(place.next_id, self._place.next_id))
-                yield Batch(place.step, place.epoch, ids, _loader(samples, place.next_id, stack))
+                yield Batch(place.step, place.epoch, ids, _loader(samples, place.next_id, collate))
             if self._place.samples_in_epoch == 0:
                 return
             self._place = replace(self._place, epoch=self._place.epoch + 1, samples_in_epoch=0)
@@ -114,5 +113,5 @@ class IterableSource:
         return reader
 
 
-def _loader(samples: list[Any], first: int, stack: Collate) -> Callable[[Sequence[int]], dict[str, Tensor]]:
-    return lambda ids: stack([samples[i - first] for i in ids])
+def _loader(samples: list[Any], first: int, collate: Collate | None) -> Callable[[Sequence[int]], dict[str, Tensor]]:
+    return lambda ids: stacked([samples[i - first] for i in ids], collate)

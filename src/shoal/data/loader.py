@@ -49,13 +49,30 @@ def map_batches(
     dataset: MapDataset, cursor: Order, start_step: int = 0, collate: Collate | None = None
 ) -> Iterator[Batch]:
     """Yields the batches of `cursor` from `start_step` on, without end; nothing is read before a batch's `load`."""
-    stack = collate or stack_samples
 
     def load(ids: Sequence[int]) -> dict[str, Tensor]:
-        return stack([dataset[int(i)] for i in ids])
+        return stacked([dataset[int(i)] for i in ids], collate)
 
     for step in count(start_step):
         yield Batch(step, cursor.epoch(step), tuple(cursor.ids(step).tolist()), load)
+
+
+def stacked(samples: list[Any], collate: Collate | None) -> dict[str, Tensor]:
+    """Makes a batch of samples by `collate`, or by `stack_samples`. Raises UserError for no dict of tensors."""
+    if collate is None:
+        return stack_samples(samples)
+    batch = collate(samples)
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f'collate gave a {type(batch).__name__}: give a dict of tensors by name, such as {{"x": x, "labels": y}}'
+        )
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"collate gave a {type(value).__name__} for {key!r}: give tensors, each under a key of its own, and "
+                "leave out what is none"
+            )
+    return batch
 
 
 def stack_samples(samples: list[Any]) -> dict[str, Tensor]:

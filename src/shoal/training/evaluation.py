@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm import Group
-from shoal.data.loader import Collate, stack_samples
+from shoal.data.loader import Collate, stacked
 from shoal.device import keep_generators
 from shoal.errors import UserError
 from shoal.training.forward import Forward
@@ -51,7 +51,7 @@ class HeldOut:
 
     def load(self, ids: Sequence[int]) -> Mapping[str, Tensor]:
         """Stacks the samples `ids`."""
-        return (self.collate or stack_samples)([self.dataset[i] for i in ids])
+        return stacked([self.dataset[i] for i in ids], self.collate)
 
 
 @torch.no_grad()
