@@ -271,6 +271,17 @@ def test_a_loss_reads_devices_of_parameters_on_any_stage_and_computes_with_none(
     assert found[0] == found[1] and "computes with the parameter first.weight" in found[0]
 
 
+def halving(model: nn.Module, mb: dict[str, Tensor]) -> Any:
+    mb["x"].mul_(0.5)
+    return squares(model, mb)
+
+
+def test_a_loss_may_write_to_what_it_is_given():
+    """The first forward of each shape, by which stages learn what travels, was given the same tensors."""
+    one = run_ranks(by_loss, 1, halving, {})[0]
+    assert run_ranks(by_loss, 2, halving, {"pp": 2}) == pytest.approx([one] * 2, rel=1e-12)
+
+
 @pytest.mark.parametrize("model", [Skips, Read])
 def test_a_loss_computes_with_no_weight_that_another_stage_has(model):
     found = run_ranks(by_loss, 2, by_attribute, {"pp": 2}, model)

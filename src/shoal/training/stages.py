@@ -92,8 +92,8 @@ class Training(Work):
             yield
 
     def try_out(self, index: int) -> Any:
-        """Makes such a forward."""
-        sums = self._sums(index)
+        """Makes such a forward, of copies: a loss may write to what it is given."""
+        sums = self._sums(index, _copies(self.loaded[index]))
         return sums.total, sums.count, sums.aux
 
     def around(self, microbatch: int) -> AbstractContextManager[None]:
@@ -101,14 +101,14 @@ class Training(Work):
 
     def forward(self, microbatch: int) -> Tensor:
         try:
-            sums = self._sums(microbatch)
+            sums = self._sums(microbatch, self.loaded[microbatch])
         finally:
             self._drawn[microbatch] = self._forward.randomness.drawn()
             self._forward.gather.left()
         return self._totals.objective(sums if self._runs[microbatch][1] else sums.counting_nothing())
 
-    def _sums(self, index: int) -> Sums:
-        loaded, ids = self._forward.place(self.loaded[index]), self._runs[index][0]
+    def _sums(self, index: int, given: Mapping[str, Tensor]) -> Sums:
+        loaded, ids = self._forward.place(given), self._runs[index][0]
         self._forward.randomness.begin(self._batch.step, ids)
         with self._forward.running(self._batch, index, len(self._runs), loaded):
             return self._forward.train(loaded)
@@ -136,14 +136,18 @@ class Evaluating(Work):
         self.loaded = [load(ids) for ids, _ in runs]
 
     def try_out(self, index: int) -> Any:
-        return [(sums.total, sums.count) for sums in self._measured(index)]
+        return [(sums.total, sums.count) for sums in self._measured(index, _copies(self.loaded[index]))]
 
     def forward(self, microbatch: int) -> None:
         try:
-            found = self._measured(microbatch)
+            found = self._measured(microbatch, self.loaded[microbatch])
         finally:
             self._forward.gather.left()
         self._add(found, self._runs[microbatch][1])
 
-    def _measured(self, index: int) -> list[Sums]:
-        return self._measure(self.loaded[index], self._runs[index][0])
+    def _measured(self, index: int, given: Mapping[str, Tensor]) -> list[Sums]:
+        return self._measure(given, self._runs[index][0])
+
+
+def _copies(loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in loaded.items()}
