@@ -66,9 +66,14 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
         takes_fused, chosen = False, {}
     if takes_fused and not {"fused", "foreach", "differentiable", "capturable"} & set(chosen):
         try:
-            return factory(groups, fused=True)  # type: ignore[call-arg]
+            fused = factory(groups, fused=True)  # type: ignore[call-arg]
         except (RuntimeError, ValueError, NotImplementedError):
             return factory(groups)  # this optimizer has no fused kernel for these dtypes or this device
+        if type(fused) is torch.optim.SGD:
+            if any(group["momentum"] and group["dampening"] for group in fused.param_groups):
+                return factory(groups)  # which the first gradient of a parameter does not have
+            fused.register_step_pre_hook(_begin_momentum)
+        return fused
     optimizer = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -82,6 +87,19 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
             "gradient of its global batch: take one that goes by that, e.g. partial(torch.optim.AdamW, lr=3e-4)"
         )
     return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Begins the momentum of parameters that get their first gradient after others: torch's fused SGD takes it of all
+    of them, or of none."""
+    state = optimizer.state
+    if len(state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        due = [each for each in group["params"] if each.grad is not None] if group["momentum"] else []
+        new = [each for each in due if state.get(each, {}).get("momentum_buffer") is None]
+        for each in new if len(new) < len(due) else ():
+            state[each]["momentum_buffer"] = torch.zeros_like(each)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
