@@ -152,6 +152,18 @@ def test_what_the_loop_has_moved_goes_on_unless_it_is_given_anew(tmp_path, sched
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("schedule", [None, shoal.optim.lr.cosine(8, 2), partial(StepLR, step_size=2)])
+def test_a_learning_rate_that_is_a_tensor_goes_on_as_one(tmp_path, schedule):
+    """Checkpoints could not be written with one."""
+    expected = trained(make(schedule=schedule), BEFORE + AFTER)[BEFORE:]
+    tensor = partial(AdamW, lr=torch.tensor(1e-2))
+    after = make(tensor, schedule=schedule)
+    rates, said = resumed(tmp_path, make(tensor, schedule=schedule), after)
+    assert rates == pytest.approx(expected) and said == []
+    assert isinstance(after.optimizer.torch.param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.fast
 def test_a_plain_function_of_the_step_is_asked_again(tmp_path):
     rates, _ = resumed(
         tmp_path,

@@ -12,6 +12,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shoal.optim.lr import Course
 from shoal.optim.optimizer import ChunkOptimizer
 
@@ -111,7 +114,14 @@ def options_to_go_on(current: Options, group: Options, given: Options) -> dict[s
     """
     now, then = as_json(given), group.get("given", group["options"])
     kept = {key: value for key, value in group["options"].items() if key in current and then.get(key) == now.get(key)}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
+    return {key: _like(current[key], value) for key, value in kept.items()}
+
+
+def _like(now: Any, value: Any) -> Any:
+    """Returns the saved `value` of an option as the optimizer has it `now`: a tensor, a tuple, or itself."""
+    if isinstance(now, Tensor):
+        return torch.as_tensor(value).to(now)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def state_that_fits(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
 from shoal.checkpoint.pieces import Want, wants_of
@@ -33,6 +34,11 @@ def in_the_form_of(fresh: Any, saved: Any) -> Any:
     return saved
 
 
+def plain_numbers(options: Any) -> Any:
+    """Returns options, or the state of a schedule, with numbers for tensors, for JSON."""
+    return tree_map_only(Tensor, Tensor.tolist, options)
+
+
 def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Group | None = None) -> dict[str, Any]:
     """Returns options and plain values of the optimizer, for JSON. Collective over both groups.
 
@@ -43,7 +49,7 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Gro
     groups = [
         {
             "members": members,
-            "options": {key: value for key, value in group.items() if key not in ("params", *CHOICES)},
+            "options": plain_numbers({key: value for key, value in group.items() if key not in ("params", *CHOICES)}),
             "given": as_json(given),
         }
         for members, group, given in zip(optimizer.members, optimizer.torch.param_groups, optimizer.given, strict=True)

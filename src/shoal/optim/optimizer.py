@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -67,7 +67,7 @@ class ChunkOptimizer:
         make = choose.at_once if in_turn is None else choose.chunkwise
         self.torch = choose.with_own_options(make(factory, real, self._owned, self._parameters))
         own = ("params", *CHOICES)
-        self.given = [{k: copy(value) for k, value in each.items() if k not in own} for each in self.torch.param_groups]
+        self.given = [{k: deepcopy(v) for k, v in each.items() if k not in own} for each in self.torch.param_groups]
         for page in self.pages:
             page.bind(self._parameters, lambda name: self.torch.state[self._parameters[name]])
         self._host = choose.on_host(self.torch, self._owned, self._parameters)
