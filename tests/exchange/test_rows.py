@@ -14,6 +14,7 @@ from shoal.comm import Group
 from shoal.comm.emulate import simulate
 from shoal.comm.simulation import simulate_world
 from shoal.exchange.rows import as_rows, row_by_row, sum_rows
+from tests.pool import run_ranks
 
 WORDS, WIDTH = 200, 8
 
@@ -275,3 +276,38 @@ def test_gradients_by_rows_are_those_of_plain_torch():
 
     for name, value in simulate_world(1, plain)[0].items():
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
+
+
+class TiedWords(nn.Module):
+    """Words whose vectors are the weights of the head, which is on another stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.out = nn.Linear(WIDTH, 9, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids).mean(1)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.out(x)
+
+
+def staged(world, plan) -> list[float]:
+    torch.set_num_threads(1)
+    running = Engine(
+        TiedWords, loss, partial(torch.optim.SGD, lr=0.5), Plan(**plan), global_batch=6, microbatch=2, world=world
+    )
+    losses = [running.step(batch).loss for batch in running.batches(rows_of_words(9), steps=4)]
+    running.close()
+    return losses
+
+
+def test_rows_tied_across_stages_are_of_all_that_have_them():
+    """The stages waited for each other: one summed up rows, the other all of the weight."""
+    wanted = run_ranks(staged, 1, {})[0]
+    for plan in ({"pp": 2}, {"dp": 2, "pp": 2}):
+        for found in run_ranks(staged, Plan(**plan).size, plan):
+            assert found == pytest.approx(wanted, rel=1e-5)

@@ -164,6 +164,9 @@ def described(
         rows = (
             isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
         )
-        key = ChunkKey(dtype, groups.get(name, ALIKE), member[name], parameter.requires_grad, name if rows else None)
+        group = groups.get(name, ALIKE)
+        if group in (TIED, TIED_ALIKE):
+            rows = False  # where another stage has it, its gradient is of all rows
+        key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
         found.append((name, torch.Size(parameter.shape), key))
     return found
