@@ -146,11 +146,14 @@ def _job() -> str:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Returns who has the lock; None where nobody has, or where its writer ended before the file was complete."""
+    """Returns who has the lock; None where nobody has, or where its writer ended before the file was complete. Raises
+    UserError where that cannot be read."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    except OSError as error:
+        raise UserError(f"the run directory {path.parent} cannot be read: {error}. Choose another run.dir") from error
 
 
 def _taken(run_dir: Path, holder: Holder | None) -> UserError:

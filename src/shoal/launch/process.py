@@ -74,6 +74,15 @@ class Seats:
         return ours | {name: str(value) for name, value in plain.items()}
 
 
+def make_logs(logs: Path) -> Path:
+    """Makes the folder for the output of a run's processes; returns it. Raises UserError where that cannot be."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the run directory {logs.parent} cannot be written: {error}. Choose another run.dir") from error
+    return logs
+
+
 class Team:
     """The ranks of `seats` on this host, which run `program` (see `local.launch`).
 
@@ -82,7 +91,8 @@ class Team:
     env: their variables, beside those of their places. `each`: those of single ones, by local rank.
     threads: OMP_NUM_THREADS of a rank; by default the environment's, or else the cores divided evenly.
 
-    Raises LaunchError where one cannot be started; the others are ended.
+    Raises LaunchError where one cannot be started; the others are ended. Raises UserError where `logs` cannot be
+    written.
     """
 
     def __init__(
@@ -99,8 +109,8 @@ class Team:
     ) -> None:
         self.ranks: list[RankProcess] = []
         self._failed: set[int] = set()
+        make_logs(logs)
         try:
-            logs.mkdir(parents=True, exist_ok=True)
             for local_rank in range(seats.here):
                 variables = {**env, **seats.variables(local_rank, folder), **(each or {}).get(local_rank, {})}
                 variables.update(library_variables(variables, seats.here, threads))

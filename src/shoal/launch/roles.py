@@ -19,6 +19,7 @@ from pathlib import Path
 from shoal.launch import tf_config
 from shoal.launch.environment import MARKS
 from shoal.launch.local import launch
+from shoal.launch.process import make_logs
 
 _TERM_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 
@@ -55,7 +56,7 @@ class _Beside:
         self.role, number = task
         self.log = None if run_dir is None else run_dir / "logs" / f"{self.role}{number}.log"
         if self.log is not None:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
+            make_logs(self.log.parent)
         variables = {name: value for name, value in os.environ.items() if name not in MARKS}
         variables["SHOAL_LAUNCHER"] = str(os.getpid())
         variables[tf_config.VARIABLE] = tf_config.written(cluster, task)

@@ -25,7 +25,7 @@ from shoal.launch import tf_config
 from shoal.launch.environment import MARKS
 from shoal.launch.failure import read_failure
 from shoal.launch.local import SIGNAL_GRACE, signals
-from shoal.launch.process import POLL, RankProcess, library_variables
+from shoal.launch.process import POLL, RankProcess, library_variables, make_logs
 from shoal.launch.scratch import scratch
 
 RESTARTS = 3
@@ -52,8 +52,7 @@ def launch_served(program: list[str], roles: Mapping[str, int], run_dir: Path, r
     order = ("ps", *tf_config.TRAINERS, "evaluator")
     tasks = [(role, number) for role in order for number in range(roles.get(role, 0))]
     with scratch("served") as folder, signals() as received:
-        logs = run_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = make_logs(run_dir / "logs")
         variables = {name: value for name, value in os.environ.items() if name not in MARKS}
         variables |= {"SHOAL_LAUNCHER": str(os.getpid()), VARIABLE: new_secret()}
         variables |= library_variables(variables, len(tasks))
