@@ -16,7 +16,7 @@ import pytest
 from shoal.chaos.faults import KINDS, LASTING, Fault, drawn, read_schedule
 from shoal.chaos.inject import shut_connections
 from shoal.chaos.nodes import coordinator
-from shoal.chaos.perform import Setting, settle
+from shoal.chaos.perform import Setting, perform, settle
 from shoal.chaos.steps import Steps
 from shoal.chaos.verdict import batches_of, check_losses, check_samples, read_dealt
 from shoal.elastic.events import Joined, TookOver
@@ -79,6 +79,13 @@ def test_what_a_schedule_needs_of_the_job(tmp_path):
         settle(replace(setting, size=1), drawn(["kill", "coordinator"], 100, 0))
     with pytest.raises(UserError, match=r"give train\.steps"):
         settle(replace(setting, assignments=("train.seconds=9",), job=_without_steps(path)), drawn(["kill"], 100, 0))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("[model]\nname = 'gpt'\n[train]\nsteps = 100")
+    with pytest.raises(UserError, match=r"job.toml.* cannot be written: .*Give another --dir"):
+        perform(Setting(path, (), 1, 2, 1, path), drawn(["kill"], 100, 0), lambda text: None)
 
 
 def _without_steps(path: Path) -> Path:

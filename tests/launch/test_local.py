@@ -15,6 +15,8 @@ import pytest
 
 from shoal.errors import UserError
 from shoal.launch import launch, process
+from shoal.launch.roles import launch_roles
+from shoal.launch.served import launch_served
 
 LAUNCHER = "import sys; from shoal.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
 
@@ -167,6 +169,18 @@ def test_what_a_rank_started_ends_with_it(script, tmp_path: Path) -> None:
 def test_nothing_to_start(program: list[str], nproc: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         launch(program, nproc)
+
+
+@pytest.mark.fast
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match=r"the run directory .*file.* cannot be written: .*Choose another run.dir"):
+            launch([__file__], 2, run_dir=run_dir)
+        with pytest.raises(UserError, match=r"Choose another run.dir"):
+            launch_served([__file__], {"ps": 1, "worker": 1}, run_dir)
+        with pytest.raises(UserError, match=r"Choose another run.dir"):
+            launch_roles([__file__], {"worker": 1, "evaluator": 1}, run_dir=run_dir)
 
 
 @pytest.fixture

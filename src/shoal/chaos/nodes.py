@@ -19,7 +19,7 @@ from shoal.comm.secret import VARIABLE as SECRET
 from shoal.comm.secret import new_secret
 from shoal.elastic.events import Joined, TookOver
 from shoal.elastic.journal import read
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, UserError
 from shoal.launch.fork_server import NAME as FORK_SERVER
 
 MARK = "SHOAL_CHAOS"
@@ -96,7 +96,10 @@ class Cluster:
         self.run_dir, self._folder = run_dir or folder / "run", folder
         self.mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True)
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error}. Give another --dir") from error
         self._env = {**os.environ, MARK: self.mark, SECRET: new_secret(), "TMPDIR": str(self.temporary), **variables}
         self._env.pop("RAY_ADDRESS", None)  # else Ray would place them
         self.nodes: list[Node] = []

@@ -39,6 +39,7 @@ _ASIDE = 45.0
 """Seconds for which nodes are waited for that are away."""
 _SEVERAL = ("drain", "node", "coordinator", "rejoin")
 """Faults that take a node away."""
+END_UNKNOWN = "the end of the job has to be known: give train.steps"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def settle(setting: Setting, schedule: Schedule) -> tuple[Setting, Job]:
     """
     job, _ = load_job(setting.job, setting.assignments)
     if job.train.steps is None:
-        raise UserError("the end of the job has to be known: give train.steps")
+        raise UserError(END_UNKNOWN)
     kinds = {fault.kind for fault in schedule.faults}
     if setting.size == 1 and (several := sorted(kinds.intersection(_SEVERAL))):
         raise UserError(f"{', '.join(several)}: the job would end with its only node. Give --nodes 1:2 or more")
@@ -173,6 +174,8 @@ def _drill(folder: Path) -> Path:
         drill.mkdir(parents=True)
     except FileExistsError:
         raise UserError(f"{folder} is there already: give another --dir") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}. Give another --dir") from error
     return drill
 
 

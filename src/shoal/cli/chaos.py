@@ -14,7 +14,7 @@ from rich.table import Table
 
 from shoal import units
 from shoal.chaos.faults import KINDS, Schedule, drawn, read_schedule
-from shoal.chaos.perform import Outcome, Row, Setting, perform
+from shoal.chaos.perform import END_UNKNOWN, Outcome, Row, Setting, perform
 from shoal.elastic.events import node_limits
 from shoal.errors import UserError
 from shoal.jobs.read import load_job
@@ -53,7 +53,9 @@ def _schedule(job: Path, schedule: Path | None, faults: str | None, seed: int, a
             raise UserError("a schedule and --faults both say which faults there are: give one of them")
         return read_schedule(schedule)
     steps = load_job(job, assignments)[0].train.steps
-    return drawn(list(KINDS) if faults is None else faults.split(","), steps or 0, seed)
+    if steps is None:
+        raise UserError(END_UNKNOWN)
+    return drawn(list(KINDS) if faults is None else faults.split(","), steps, seed)
 
 
 def show(outcome: Outcome, schedule: Schedule, folder: Path) -> None:

@@ -66,4 +66,5 @@ def kept(run_dir: Path) -> dict[str, Any]:
 
 def forget(run_dir: Path) -> None:
     """Ends what is kept: another run begins here, or this one is over."""
-    (run_dir / KEPT).unlink(missing_ok=True)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        (run_dir / KEPT).unlink()

@@ -79,7 +79,8 @@ def make_logs(logs: Path) -> Path:
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"the run directory {logs.parent} cannot be written: {error}. Choose another run.dir") from error
+        said = f"the run directory {logs.parent} cannot be written: {error}"
+        raise UserError(f"{said}. Choose another run.dir") from error
     return logs
 
 
