@@ -19,6 +19,8 @@ from shoal.elastic.control import JOB
 from shoal.errors import UserError
 from shoal.jobs import lock
 from shoal.jobs.lock import NAME, Holder, locked, own_hold
+from shoal.jobs.plans import forget
+from shoal.jobs.replan import ask
 from tests.pool import run_ranks
 
 pytestmark = pytest.mark.fast
@@ -76,6 +78,28 @@ def test_a_lock_is_stale_once_its_process_has_ended(tmp_path, impatient):
     (tmp_path / NAME).write_text("{")
     with locked(tmp_path, group):
         assert holder_of(tmp_path) == Holder.here()
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        lock.refuse_if_taken(run_dir)  # nobody has it
+        forget(run_dir)
+        with pytest.raises(UserError, match=r"the run directory .*file.* cannot be written: .*Choose another run.dir"):
+            locked(run_dir, World.single("cpu").everyone).__enter__()
+    (tmp_path / NAME).mkdir()  # stands for a lock that this user may not read
+    with pytest.raises(UserError, match=r"the run directory .* cannot be read: .*Choose another run.dir"):
+        lock.refuse_if_taken(tmp_path)
+
+
+def test_a_run_without_a_plan_to_change_refuses_at_once(tmp_path):
+    with pytest.raises(UserError, match="no such directory"):
+        ask(tmp_path / "nowhere", {"zero": 3})
+    with locked(tmp_path, World.single("cpu").everyone, replans=False):
+        assert own_hold(tmp_path) is not None
+        with pytest.raises(UserError, match=r"cannot change while it trains.*has a parameter server, or is of `shoal"):
+            ask(tmp_path, {"zero": 3})
+    assert own_hold(tmp_path) is None and not list(tmp_path.glob("replan-*"))
 
 
 def test_a_lock_of_another_host_is_refused_with_what_to_do(tmp_path):

@@ -37,13 +37,15 @@ _SAME_START = 2.0  # seconds: the start time of a process is rounded, and follow
 class Holder:
     """A process that has a run directory. `started`: Unix time at which it began; `taken`: that at which it took the
     directory, in nanoseconds, since a process may have it more than once; `job`: the id of a job whose nodes come and
-    go. Its generations never run at once, so a later one takes the directory over."""
+    go. Its generations never run at once, so a later one takes the directory over. `replans`: whether it looks for
+    requests to change its plan."""
 
     host: str
     pid: int
     started: float
     taken: int = 0
     job: str = ""
+    replans: bool = True
 
     @classmethod
     def here(cls) -> Holder:
@@ -65,18 +67,20 @@ class Holder:
 
 
 @contextmanager
-def locked(run_dir: Path, group: Group, keeps: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def locked(
+    run_dir: Path, group: Group, keeps: type[Exception] | tuple[()] = (), replans: bool = True
+) -> Iterator[None]:
     """Holds the lock of the run directory. A collective of `group`, whose rank 0 takes the lock.
 
-    keeps: an exception after which the lock stays, because the job goes on.
+    keeps: an exception after which the lock stays, because the job goes on. replans: see Holder.
 
     Raises UserError on all ranks where another run has it or it cannot be written.
     """
     problem: UserError | None = None
-    new = not run_dir.exists()
+    new = not os.path.exists(run_dir)
     if group.rank == 0:
         try:
-            _take(run_dir)
+            _take(run_dir, replans)
         except UserError as error:
             problem = error
         except OSError as error:
@@ -107,7 +111,9 @@ def refuse_if_taken(run_dir: Path) -> None:
 def own_hold(run_dir: Path) -> Holder | None:
     """Returns how this process, which has the directory, holds it."""
     holder = _holder(run_dir / NAME)
-    return holder if holder is not None and replace(holder, taken=0) == Holder.here() else None
+    if holder is None:
+        return None
+    return holder if replace(Holder.here(), taken=holder.taken, replans=holder.replans) == holder else None
 
 
 def holder_of(run_dir: Path) -> Holder | None:
@@ -116,7 +122,7 @@ def holder_of(run_dir: Path) -> Holder | None:
     return None if holder is None or holder.has_ended else holder
 
 
-def _take(run_dir: Path) -> None:
+def _take(run_dir: Path, replans: bool) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
     with FileLock(run_dir / _GUARD):  # two processes of this host might both find a stale lock
@@ -125,7 +131,7 @@ def _take(run_dir: Path) -> None:
             path.unlink()
         try:
             with path.open("x") as file:
-                json.dump(asdict(replace(Holder.here(), taken=time.time_ns())), file)
+                json.dump(asdict(replace(Holder.here(), taken=time.time_ns(), replans=replans)), file)
         except FileExistsError:  # another host was quicker
             raise _taken(run_dir, _holder(path)) from None
 
@@ -150,7 +156,7 @@ def _holder(path: Path) -> Holder | None:
     UserError where that cannot be read."""
     try:
         return Holder(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
     except OSError as error:
         raise UserError(f"the run directory {path.parent} cannot be read: {error}. Choose another run.dir") from error

@@ -149,13 +149,20 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     """Asks the run that trains in `run_dir` to change these fields of its plan; returns its answer, with the `step` and
     the `plan` in force, when it has come.
 
-    Raises UserError where no run trains there, where it refuses, or ends first.
+    Raises UserError where no run trains there, or none of ranks, where it refuses, or ends first.
     """
+    if not run_dir.is_dir():
+        raise UserError(f"no such directory: {run_dir} (from {Path.cwd()}). Give the directory of a run that trains")
     holder = holder_of(run_dir)
     if holder is None:
         raise UserError(
             f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train {run_dir}/resolved.toml "
             "--set plan.zero=3, which goes on from its newest checkpoint"
+        )
+    if not holder.replans:
+        raise UserError(
+            f"the plan of {run_dir} cannot change while it trains: plans are of ranks that train in step, and this run "
+            "has a parameter server, or is of `shoal fed`"
         )
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)

@@ -37,7 +37,7 @@ def simulate(job: Job, origins: Origins, flower: bool = False) -> Outcome:
     dealt = deal(job, origins)
     world = World.single()
     try:
-        with locked(Path(job.run.dir), world.everyone):
+        with locked(Path(job.run.dir), world.everyone, replans=False):
             return _rounds(dealt, world, flower)
     finally:
         world.close()

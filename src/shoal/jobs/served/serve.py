@@ -62,7 +62,7 @@ def serve(job: Job, origins: Origins, place: Identity) -> Outcome:
         job, origins = put(job, origins, "server", policy="async")
     settled = settle(job, origins, Sizes(1, 1))
     world = World.single(device_of_server(job, place))
-    with signals() as received, locked(Path(job.run.dir), world.everyone):
+    with signals() as received, locked(Path(job.run.dir), world.everyone, replans=False):
         return _Serving(settled, world, place, received).to_its_end()
 
 
