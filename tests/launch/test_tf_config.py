@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import UserError
+from shoal.errors import LaunchError, UserError
 from shoal.launch import join
 from shoal.launch.environment import discover
 from shoal.launch.identity import SINGLE, Identity
@@ -139,7 +141,9 @@ def test_an_evaluator_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("workers=3", "unknown role 'workers'. Did you mean \"worker\""),
         ("", "unknown role ''"),
-        ("worker", "give each role once with a number from 1 up"),
+        ("worker", "give each role once with a number from 1 to 4096"),
+        ("worker=1,ps=100000", "with a number from 1 to 4096"),
+        ("worker=" + "9" * 5000, "with a number from 1 to 4096"),
         ("worker=0", "give each role once"),
         ("worker=1,worker=2", "give each role once"),
         ("ps=1", "nobody trains. Give at least one worker: worker=2"),
@@ -150,6 +154,15 @@ def test_an_evaluator_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_roles_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_roles(text)
+
+
+def test_a_host_without_as_many_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(address: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_server", full)
+    with pytest.raises(LaunchError, match=r"3 processes on this host .* Too many open files. Try fewer, or raise"):
+        local_cluster({"ps": 1, "worker": 2})
 
 
 def test_the_cluster_of_local_children_gives_each_its_rank() -> None:

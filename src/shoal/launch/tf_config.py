@@ -17,8 +17,9 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import LaunchError, UserError, did_you_mean
 from shoal.launch.identity import Identity, meeting
+from shoal.plan import MOST_RANKS_OF_A_HOST
 
 VARIABLE = "TF_CONFIG"
 TRAINERS = ("chief", "master", "worker")
@@ -70,22 +71,33 @@ def parse_roles(text: str) -> dict[str, int]:
         if role not in ROLES:
             meant = did_you_mean(role, list(ROLES))
             raise UserError(f"--roles {text}: unknown role {role!r}.{meant} Roles: {', '.join(ROLES)}")
-        if not (equals and count.isdecimal() and int(count)) or role in counts:
-            raise UserError(f"--roles {text}: give each role once with a number from 1 up, e.g. worker=3,evaluator=1")
-        counts[role] = int(count)
+        number = int(count) if count.isdecimal() and len(count) < 9 else 0
+        if not (equals and 0 < number <= MOST_RANKS_OF_A_HOST) or role in counts:
+            raise UserError(
+                f"--roles {text:.100}: give each role once with a number from 1 to {MOST_RANKS_OF_A_HOST}, e.g. "
+                "worker=3,evaluator=1"
+            )
+        counts[role] = number
     _check({role: [""] * count for role, count in counts.items()}, f"--roles {text}")
     return counts
 
 
 def local_cluster(counts: Mapping[str, int]) -> Cluster:
-    """Returns a cluster of tasks on this host, each with a port of its own that is free now."""
+    """Returns a cluster of tasks on this host, each with a port of its own that is free now. Raises LaunchError where
+    there are not as many."""
     with ExitStack() as probes:
 
         def free() -> str:
             probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
             return f"127.0.0.1:{probe.getsockname()[1]}"
 
-        return {role: [free() for _ in range(count)] for role, count in counts.items()}
+        try:
+            return {role: [free() for _ in range(count)] for role, count in counts.items()}
+        except OSError as error:
+            raise LaunchError(
+                f"{sum(counts.values())} processes on this host need as many free ports: {error}. Try fewer, or raise "
+                "the limit of open files (ulimit -n)"
+            ) from error
 
 
 def _read(text: str) -> tuple[Cluster, Task]:
