@@ -59,6 +59,7 @@ def test_only_folders_of_dead_processes_of_this_user_and_namespace_go(
     namespace = scratch_module._namespace()
     own = (os.getpid(), scratch_module._started(os.getpid()))
     dead = temporary / f"shoal-run-{namespace}-{2**22 + 1}-5-abc"
+    others = [temporary / f"shoal-{kind}-{namespace}-{2**22 + 1}-5-abc" for kind in scratch_module.KINDS[1:]]
     again = temporary / f"shoal-doctor-{namespace}-{own[0]}-{own[1] - 1}-abc"  # the id has come again
     kept = [
         temporary / f"shoal-run-{namespace + 1}-{2**22 + 1}-5-abc",
@@ -67,7 +68,7 @@ def test_only_folders_of_dead_processes_of_this_user_and_namespace_go(
         temporary / "shoal-user-0",
         temporary / f"notshoal-run-{namespace}-{2**22 + 1}-5-abc",
     ]
-    for path in (dead, again, *kept):
+    for path in (dead, *others, again, *kept):
         path.mkdir()
     precious = temporary / "precious"
     precious.mkdir()
@@ -77,5 +78,5 @@ def test_only_folders_of_dead_processes_of_this_user_and_namespace_go(
     assert sweep() == []
     monkeypatch.undo()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    assert sorted(sweep()) == sorted([dead, again])
+    assert sorted(sweep()) == sorted([dead, *others, again])
     assert all(path.exists() for path in (*kept, precious, link))

@@ -15,15 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NAME = re.compile(r"shoal-(?:run|doctor)-(\d+)-(\d+)-(\d+)-\w+")
+KINDS = ("run", "served", "doctor", "measure")
+_NAME = re.compile(rf"shoal-(?:{'|'.join(KINDS)})-(\d+)-(\d+)-(\d+)-\w+")
 
 
 @contextmanager
 def scratch(kind: str) -> Iterator[Path]:
     """Makes a folder that only this user can enter and removes it at the end, after sweeping those of dead processes.
 
-    kind: "run" or "doctor".
+    kind: one of KINDS, by which it is known.
     """
+    assert kind in KINDS
     sweep()
     own = f"shoal-{kind}-{_namespace()}-{os.getpid()}-{_started(os.getpid()) or 0}-"
     with tempfile.TemporaryDirectory(prefix=own) as folder:
