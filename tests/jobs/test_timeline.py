@@ -42,3 +42,13 @@ def test_what_was_recorded_before_a_failure_is_written_once(begins: int, written
     second.close(SimpleNamespace(warning=pytest.fail))
     lines, _ = read_lines(tmp_path / "timeline.jsonl")
     assert sorted(line["step"] for line in lines) == written
+
+
+def test_a_timeline_that_cannot_be_opened_is_a_warning(tmp_path: Path):
+    """As on a disk that has become read-only: the error of the last checkpoint is the one to end with."""
+    world, said = World.single(), list[str]()
+    recording = Recording(engine(world, 3), tmp_path, 0, 100)
+    record(world, 0, 1)
+    (tmp_path / "timeline.jsonl").mkdir()
+    recording.close(SimpleNamespace(warning=said.append))
+    assert len(said) == 1 and "the timeline cannot be written" in said[0]

@@ -13,6 +13,7 @@ from shoal.comm import Span as Seen
 from shoal.comm.ledger import Level
 from shoal.device import is_accelerator, synchronize
 from shoal.engine import Engine
+from shoal.errors import UserError
 from shoal.jobs.memory import tiers
 from shoal.jobs.record import Recorder
 from shoal.report.jsonl import JsonLog
@@ -138,7 +139,7 @@ class Recording:
                 memory.write(traces)
             timeline.close()
             memory.close()
-        except OSError as error:
+        except (OSError, UserError) as error:  # the one to write, the other to open
             recorder.warning(f"the timeline cannot be written: {error}")
 
     def _take(self) -> list[Seen]:
