@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable
@@ -91,6 +92,27 @@ def test_a_checkpoint_that_the_run_removed_is_left_out_and_a_damaged_one_is_an_e
     with pytest.raises(Exception, match="step-00000006"):
         watched.of(6, path)
     watched.close()
+
+
+def test_a_full_disk_is_said_and_another_evaluator_makes_up_for_it(make_job, alone, monkeypatch):
+    job = make_job(run={"save_every": 3})
+    train(job, world=alone)
+    written = evaluator.MetricsLog.write
+
+    def full(self, entry):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(evaluator.MetricsLog, "write", full)
+    with pytest.raises(UserError, match=r"step 3 cannot be written to .*evaluations.jsonl.*start the evaluator again"):
+        follow(job, {})
+    monkeypatch.setattr(evaluator.MetricsLog, "write", written)
+
+    def no_report(run_dir):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(evaluator, "write_report", no_report)
+    follow(job, {})
+    assert [each.step for each in read_evaluations(Path(job.run.dir))] == [3, 6]
 
 
 @pytest.fixture

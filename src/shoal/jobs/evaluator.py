@@ -6,6 +6,7 @@ It shares only the run directory with them. What it finds goes to a file of its 
 from __future__ import annotations
 
 import json
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -61,7 +62,10 @@ def follow(job: Job, origins: Origins) -> None:
         time.sleep(LOOK_SECONDS)
     evaluation.close()
     if (run_dir / "metrics.jsonl").is_file():
-        write_report(run_dir)
+        try:
+            write_report(run_dir)
+        except OSError as error:
+            print(f"warning: the report of {run_dir} cannot be written: {error}", file=sys.stderr, flush=True)
     print("training has ended", flush=True)
 
 
@@ -88,9 +92,16 @@ class _Evaluation:
         right = measure_of(self.settled.model.loss)
         found = self.engine.evaluate(self.rows, also=() if right is None else (right,))
         accuracy = found.also[0] if found.also else None
-        self.log = self.log or MetricsLog(Path(self.settled.job.run.dir) / EVALUATIONS)
+        to = Path(self.settled.job.run.dir) / EVALUATIONS
+        self.log = self.log or MetricsLog(to)
         record = EvalRecord(step=step, loss=found.loss, tokens=found.tokens, accuracy=accuracy)
-        self.log.write(record)
+        try:
+            self.log.write(record)
+        except OSError as error:
+            raise UserError(
+                f"the evaluation of step {step} cannot be written to {to}: {error}. Free space there, and start the "
+                "evaluator again: it evaluates what is missing"
+            ) from error
         print(f"step {step}: {evaluation_text(record)} ({units.duration(found.seconds)})", flush=True)
 
     def close(self) -> None:
