@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 from dataclasses import replace
 
@@ -21,6 +23,30 @@ class Terminal(io.StringIO):
 def step(number: int, *, seconds: float = 1.0, time: float | None = None) -> StepRecord:
     record = replace(step_record(number), step=number, tokens=1000, seconds=seconds, loss=2.5, lr=0.001, mfu=0.5)
     return replace(record, memory_bytes=2**30, time=float(number) if time is None else time)
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full for the moment."""
+
+    number: int | None = errno.ENOSPC
+
+    def write(self, text: str) -> int:
+        if self.number is not None:
+            raise OSError(self.number, os.strerror(self.number))
+        return super().write(text)
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_training() -> None:
+    stream = Full()
+    progress = Progress(9, stream, plain_interval=0.0)
+    progress.update(step(1))
+    progress.message("warning: the disk is full")
+    stream.number = None
+    progress.update(step(2))
+    assert stream.getvalue().startswith("step 2/9")
+    stream.number = errno.EPIPE  # nobody reads it: that ends a program, as anywhere
+    with pytest.raises(OSError, match="Broken pipe"):
+        progress.message("more")
 
 
 def test_a_slow_first_step_fades_from_the_rate() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TextIO
 
@@ -29,12 +30,14 @@ class Progress:
     then every `plain_interval` seconds, and at the last step.
 
     total: number of steps; None when it is not known.
-    stream: where the line is written.
+    stream: where the line is written. What does not fit its disk is left out: a log in the run's directory must not end
+        the training that may outlast a full disk.
     """
 
     def __init__(self, total: int | None, stream: TextIO, plain_interval: float = 10.0) -> None:
         self._total = total
         self._pace = Pace(total)
+        self._stream = stream
         self._console = Console(file=stream, highlight=False)
         self._interval = plain_interval
         self._drawn_at = float("-inf")
@@ -55,7 +58,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Prints `text` above the progress line: a warning, an evaluation."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._print(Text(text))
 
     def under_way(self, text: str) -> None:
         """Shows what is happening between steps: in place of the progress line, or as a line of its own without a
@@ -75,12 +78,23 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
+    def _print(self, text: Text) -> None:
+        if self._live is not None:
+            self._console.print(text, soft_wrap=True)
+            return
+        try:
+            self._stream.write(f"{text.plain}\n")  # the console would write what has failed once more
+            self._stream.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+
     def _draw(self, record: StepRecord) -> None:
         self._drawn_at = time.monotonic()
         self._last = None
         self._doing = ""
         if self._live is None:
-            self._console.print(Text(status_line(record, self._total, self._pace)), soft_wrap=True)
+            self._print(Text(status_line(record, self._total, self._pace)))
             return
         line = status_line(record, self._total, self._pace, self._console.width)
         room = min(BAR_WIDTH, self._console.width - len(line) - 2)
