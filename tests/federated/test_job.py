@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import numpy as np
@@ -12,9 +13,11 @@ from shoal.cli.app import app
 from shoal.data.corpus import open_corpus
 from shoal.errors import UserError
 from shoal.jobs.export import evaluate_run
+from shoal.jobs.federated import record
 from shoal.jobs.federated.holdings import deal
+from shoal.jobs.federated.serve import Serving, serve
 from shoal.jobs.federated.simulate import simulate
-from shoal.jobs.federated.take_part import Taking, _own
+from shoal.jobs.federated.take_part import Taking, _own, take_part
 from shoal.jobs.read import load_job
 from shoal.report.metrics import read_metrics
 from shoal.report.page import write_report
@@ -111,6 +114,35 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
     simulate(*load_job(job_file, ["federated.rounds=1", f"run.dir={tmp_path / 'b'}"]))
     refused("federated.clients = 4, but", "federated.clients=4", f"run.dir={tmp_path / 'b'}")
     refused("already holds rounds", "run.resume=never", f"run.dir={tmp_path / 'b'}")
+
+
+def test_numbers_of_a_server_and_a_client_that_are_none_are_refused(job_file):
+    given = load_job(job_file)
+    for serving, message in (
+        (Serving(at_first=0), "--begin-with 0: give the number of clients"),
+        (Serving(patience=0.0), "--patience 0.0"),
+        (Serving("127.0.0.1:\u00b2"), "no address"),
+        (Serving("127.0.0.1:" + "9" * 5000), "no address"),
+    ):
+        with pytest.raises(UserError, match=message):
+            serve(*given, serving)
+    for wait, nproc, message in ((600.0, 0, "--nproc 0: give at least 1"), (-1.0, None, "--wait -1.0: give a number")):
+        with pytest.raises(UserError, match=message):
+            take_part(job_file, [], Taking("127.0.0.1:9443", wait=wait), nproc)
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_rounds(job_file, tmp_path, monkeypatch, capsys):
+    written = record.MetricsLog.write
+
+    def full(self, entry):
+        if isinstance(entry, record.StepRecord) and entry.step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, entry)
+
+    monkeypatch.setattr(record.MetricsLog, "write", full)
+    assert simulate(*load_job(job_file, ["federated.rounds=3"])).step == 3
+    assert [step for step, _ in rounds_of(tmp_path / "run")] == [1]
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written any more") == 1
 
 
 def test_training_in_one_place_is_as_long_as_that_of_each_client(job_file):

@@ -35,7 +35,7 @@ def sim(
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(help="The directory for certificates and keys.")],
-    clients: Annotated[int, typer.Option("--clients", help="Makes keys for so many more clients.")] = 0,
+    clients: Annotated[int, typer.Option("--clients", min=0, help="Makes keys for so many more clients.")] = 0,
     hosts: Annotated[
         list[str] | None,
         typer.Option("--host", help="A name or address that clients call the server by; several times for several."),
@@ -45,6 +45,11 @@ def keys(
     with imports():
         from shoal.federated.flower.keys import make_keys
 
+    if hosts and (folder / "server.crt").exists():
+        raise UserError(
+            f"{folder} has the certificate of a server already, and --host is of a new one: leave it out, or give "
+            "another directory"
+        )
     make_keys(folder, clients, hosts or ["localhost", "127.0.0.1"])
     typer.echo(f"{folder}: a server needs server.crt, server.key and clients/*.pub; a client ca.crt and its own key")
 

@@ -291,6 +291,13 @@ def test_keys_are_private_and_what_is_missing_is_said(tmp_path):
     assert made.exit_code == 0, made.output
     make_keys(tmp_path, 1, ["localhost"])  # one more, under the same certificate
     assert len(server_files(tmp_path)[2]) == 3
+    again = CliRunner().invoke(app, ["fed", "keys", str(tmp_path), "--host", "other.example"])
+    assert isinstance(again.exception, UserError) and "--host is of a new one" in str(again.exception)
+    make_keys(tmp_path / "abroad", 0, ["b\u00fccher.example"])
+    for host in ("", "a" * 64 + ".example"):
+        with pytest.raises(UserError, match=r"--host.*give a name or an address"):
+            make_keys(tmp_path / "nowhere", 1, [host])
+    assert not (tmp_path / "nowhere").exists()
     for path in (*(tmp_path / "clients").glob("*.key"), tmp_path / "server.key", tmp_path / "ca.key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (tmp_path / "clients" / "1.key").chmod(0o640)

@@ -26,15 +26,17 @@ from cryptography.x509.oid import NameOID  # isort: skip
 
 DAYS = 365
 """How long certificates are valid."""
+WANTED = "give a name or an address by which clients call the server"
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str]) -> None:
     """Writes keys for `clients` more clients into `folder`, and where it has none, certificates for a server that is
     called by `hosts`. Raises UserError where that cannot be."""
+    names = [_name(host) for host in hosts]
     try:
         (folder / "clients").mkdir(parents=True, exist_ok=True)
         if not (folder / "server.crt").exists():
-            _certify(folder, hosts)
+            _certify(folder, names)
         first = 1 + max(
             (int(each.stem) for each in (folder / "clients").glob("*.pub") if each.stem.isdigit()), default=-1
         )
@@ -46,13 +48,12 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str]) -> None:
         raise UserError(f"{folder} cannot be written: {error}. Give another directory") from error
 
 
-def _certify(folder: Path, hosts: Sequence[str]) -> None:
+def _certify(folder: Path, names: Sequence[x509.GeneralName]) -> None:
     ca, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Shoal federation")])
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Shoal server")])
     ours = x509.BasicConstraints(ca=True, path_length=0)
     own = _builder(issuer, issuer, ca).add_extension(ours, critical=True)
-    names = [_name(host) for host in hosts]
     theirs = (
         _builder(issuer, subject, server)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -81,10 +82,18 @@ def _builder(issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePrivate
 
 
 def _name(host: str) -> x509.GeneralName:
+    """A name of the server's certificate. Raises UserError for what is none."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    try:
+        name = host.encode("idna").decode()
+    except UnicodeError as error:
+        raise UserError(f"--host {host:.100}: {WANTED} ({error})") from error
+    if not name:
+        raise UserError(f"--host: {WANTED}")
+    return x509.DNSName(name)
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:

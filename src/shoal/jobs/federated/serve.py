@@ -69,7 +69,7 @@ def serve(job: Job, origins: Origins, serving: Serving) -> Outcome:
     dealt = deal(_without_plan(job), origins)
     world = World.single()
     try:
-        with locked(Path(job.run.dir), world.everyone):
+        with locked(Path(job.run.dir), world.everyone, replans=False):
             link = SuperLink(host, port, keys, tls, serving.patience)
             try:
                 link.begin()
@@ -113,6 +113,8 @@ def _check(job: Job, serving: Serving) -> None:
             f"federated.deadline = {job.federated.deadline} is of simulated time: give --deadline with the seconds of "
             "a round, or remove it"
         )
+    if serving.at_first is not None and serving.at_first < 1:
+        raise UserError(f"--begin-with {serving.at_first}: give the number of clients to wait for, at least 1")
     for name in ("deadline", "patience"):
         value = getattr(serving, name)
         if value is not None and not value > 0:
@@ -127,8 +129,8 @@ def _without_plan(job: Job) -> Job:
 def parse(address: str) -> tuple[str, int]:
     """Returns host and port of "host:port", "[::1]:port". Raises UserError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"{address!r} is no address: give host:port, such as 127.0.0.1:{PORT}")
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise UserError(f"{address!r:.100} is no address: give host:port, such as 127.0.0.1:{PORT}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

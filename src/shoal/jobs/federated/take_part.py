@@ -53,6 +53,8 @@ class Taking:
 def take_part(path: Path, assignments: list[str], taking: Taking, nproc: int | None) -> int:
     """Takes part on `nproc` ranks of this host, by default those of the job's plan; returns the exit code. Raises
     UserError."""
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc}: give at least 1 rank")
     _check(taking)
     job, _ = load_job(path, assignments)
     ranks = nproc or job.run.nproc or job.plan.size
@@ -64,6 +66,8 @@ def take_part(path: Path, assignments: list[str], taking: Taking, nproc: int | N
 
 def _check(taking: Taking) -> None:
     host, _ = parse(taking.server)
+    if not taking.wait > 0:
+        raise UserError(f"--wait {taking.wait}: give a number of seconds above 0")
     if taking.certificates is None and not is_loopback(host):
         raise UserError(f"--insecure to {host}: without certificates a server on this machine alone is asked")
     from shoal.federated.flower.keys import private_bytes  # raises UserError where Flower is missing
