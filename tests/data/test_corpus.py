@@ -142,6 +142,8 @@ def test_hugging_face_dataset():
 
 BAD_LINES = {
     '{"text": "a"': r"a.jsonl:2 is not JSON",
+    '{"text": "a", "n": ' + "9" * 5000 + "}": r"a.jsonl:2 is not JSON",
+    '{"text": "a", "n": ' + "[" * 100_000: r"a.jsonl:2 is not JSON",
     "[1]": r"a.jsonl:2 is a list",
     '{"tex": "a"}': r'^field is "text", but .*a.jsonl:2 has tex. Did you mean "tex"',
     '{"text": 5}': r'^field is "text", which is a int in .*a.jsonl:2, not text',
@@ -149,7 +151,7 @@ BAD_LINES = {
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("line", "says"), BAD_LINES.items())
+@pytest.mark.parametrize(("line", "says"), BAD_LINES.items(), ids=map(str, range(len(BAD_LINES))))
 def test_a_bad_line_is_named(tmp_path, line, says):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(UserError, match=says):

@@ -95,6 +95,10 @@ def test_load_directory_and_end_token(bpe, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none>"}))
     with pytest.raises(UserError, match="no end-of-document token: looked for <none>"):
         load_tokenizer(tmp_path)
+    for broken in (b"{", b"[]", b"\xff", b"[" * 100_000, b'{"eos_token": 5}', b'{"eos_token": {"content": [1]}}'):
+        (tmp_path / "tokenizer_config.json").write_bytes(broken)
+        with pytest.raises(UserError, match=r"tokenizer_config.json"):
+            load_tokenizer(tmp_path)
 
 
 def test_a_transformers_directory(bpe, tmp_path):
@@ -107,7 +111,7 @@ def test_a_transformers_directory(bpe, tmp_path):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("spec", ["bpe:", "bpe:many", "bpe:256", "bpe:-300"])
+@pytest.mark.parametrize("spec", ["bpe:", "bpe:many", "bpe:256", "bpe:-300", "bpe:1048577", f"bpe:{10**20}"])
 def test_bad_bpe_size(spec, tmp_path):
     with pytest.raises(UserError, match="at least 257"):
         open_tokenizer(spec, corpus(), validation=0, seed=0, cache_dir=tmp_path)

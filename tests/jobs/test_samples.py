@@ -114,6 +114,12 @@ def test_a_folder_of_images_trains_a_resnet_that_follows_from_it(quick, of, alon
             (images.parent / "parted" / part / name).symlink_to(images / name)
     parted = open_arrays(str(images.parent / "parted"), validation=0.5, seed=0)
     assert (len(parted.train), len(parted.validation), parted.classes) == (40, 40, 2)
+    Image.new("RGB", (9, 8)).save(images / "red" / "3.png")
+    other = replace(job, run=replace(job.run, dir=str(images.parent / "other")))
+    with pytest.raises(UserError, match=r"different shapes in one batch: .*Resize images to one size \(data.size of"):
+        train(other, {}, World.single("cpu"))
+    sized = replace(job, data=replace(job.data, size=8), run=replace(job.run, dir=str(images.parent / "sized")))
+    assert train(sized, {}, World.single("cpu")).step == 4  # what the message says
     (images / "red" / "3.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"the image .*3.png cannot be read"):
         [open_arrays(str(images), validation=0.0, seed=0).train[index] for index in range(40)]
@@ -148,6 +154,9 @@ def test_arrays_of_bytes_are_images(quick, of, alone, tmp_path, shape):
         (MLP, {"labels": np.zeros(3, int)}, "200 inputs with 3 labels: give one of each"),
         (MLP, {"labels": np.zeros(200)}, "classes are whole numbers from 0 up"),
         (MLP, {"labels": None}, "holds inputs: samples are arrays `inputs` with `labels` or `targets`"),
+        (MLP, {"labels": np.array(["cat"] * 200)}, r"`labels` is <U3 of shape \(200,\): give an array of numbers"),
+        (MLP, {"inputs": np.array(["cat"] * 200)}, r"`inputs` is <U3 of shape \(200,\): give an array of numbers"),
+        (MLP, {"inputs": np.array(5)}, r"`inputs` is int64 of shape \(\): give an array of numbers"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(quick, of, alone, tmp_path, model, arrays, message):
@@ -170,6 +179,10 @@ def test_keys_of_the_other_kind_and_sources_that_are_none_are_refused(quick, of,
         (of(MLP, tmp_path / "broken.npz"), "broken.npz cannot be read"),
         (of(MLP, tmp_path / "empty"), "has no folders of images by class"),
         (of(MLP, __file__), "samples are read from .npz, .npy and .safetensors"),
+        *(
+            (replace(of(MLP, "spirals"), data=Data(source=source)), "give the path of a file or a folder, or the name")
+            for source in (5, [], ["a.npz"], {}, {0: 1}, [{"x": 1}])
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train(job, {}, alone)

@@ -7,6 +7,7 @@ without one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -101,7 +102,8 @@ def _disk(option: Any) -> DiskBudget:
             f'plan.memory.disk = {option!r}: give a directory, or a table such as {{path = "/scratch", size = "1TB"}}'
         )
     check_names("plan.memory.disk has no key", table, ["path", "size"])
-    return DiskBudget(Path(table["path"]), nbytes(table["size"], "plan.memory.disk.size") if "size" in table else None)
+    path = Path(os.path.expanduser(table["path"]))
+    return DiskBudget(path, nbytes(table["size"], "plan.memory.disk.size") if "size" in table else None)
 
 
 @dataclass

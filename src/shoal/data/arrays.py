@@ -7,6 +7,7 @@ images/cat/1.png, images/dog/7.jpg    a folder for each class, ordered by name; 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +121,9 @@ def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3,
 
     Raises UserError, with a remedy, for what is missing, unreadable or inconsistent.
     """
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise UserError(f"data.source = {source!r}: no such file or folder (from {Path.cwd()})")
+    path = Path(os.path.expanduser(source))
+    if not os.path.exists(path):
+        raise UserError(f"data.source = {source!r:.300}: no such file or folder (from {Path.cwd()})")
     if not path.is_dir():
         arrays = _arrays(path)
         classes = int(arrays.answers.max()) + 1 if arrays.answer == "labels" else None
@@ -178,13 +179,19 @@ def checked_arrays(found: Mapping[str, NDArray[Any]], where: str) -> Arrays:
 
     where: the name of their file, for errors.
     """
-    inputs = next((found[name] for name in INPUTS if name in found), None)
+    given = next((name for name in INPUTS if name in found), None)
     name = next((name for name in ANSWERS if name in found), None)
-    if inputs is None or name is None:
+    if given is None or name is None:
         raise UserError(
             f"{where} holds {', '.join(found) or 'nothing'}: samples are arrays `inputs` with `labels` or `targets`"
         )
-    answers = found[name]
+    inputs, answers = found[given], found[name]
+    for key, each in ((given, inputs), (name, answers)):
+        if each.ndim == 0 or each.dtype.kind not in "biuf":
+            raise UserError(
+                f"{where}: `{key}` is {each.dtype} of shape {each.shape}: give an array of numbers, by samples along "
+                "its first dimension"
+            )
     whole = answers.dtype.kind in "iub"
     answer = "labels" if name in LABELS or (name == "y" and whole and answers.ndim == 1) else "targets"
     if len(inputs) != len(answers) or len(inputs) == 0:

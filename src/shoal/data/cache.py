@@ -68,7 +68,7 @@ def build_once(target: Path, build: Callable[[Path], None], intact: Callable[[Pa
     except OSError as error:
         raise UserError(
             f"the data cache {target} cannot be written: {error}. Free or allow the space, or give another place by "
-            "cache_dir"
+            "XDG_CACHE_HOME (in Python also cache_dir=)"
         ) from error
 
 

@@ -107,17 +107,17 @@ def _utf8_sources(files: Iterable[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _find_files(source: str) -> list[Path]:
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if os.path.isdir(path):  # which, unlike Path.is_dir, is False for a text that is too long to be a path
         files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
         nothing = f"the directory {source} has no {_suffixes()} file: put some there, or name another"
-    elif path.is_file():
+    elif os.path.isfile(path):
         files = [path]
     else:
         files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
         nothing = (
-            f"no such file, directory or glob: {source} (from {Path.cwd()}). Check the path; the built-in corpus is "
-            "stdlib"
+            f"no such file, directory or glob: {source:.300} (from {Path.cwd()}). Check the path; the built-in corpus "
+            "is stdlib"
         )
     if not files:
         raise UserError(nothing)
@@ -186,10 +186,9 @@ def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
 def _jsonl_text(line: str, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where} is not JSON ({error.msg} at column {error.colno}): a .jsonl file has one object a line"
-        ) from error
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, or deeply nested lists
+        what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"{where} is not JSON ({what}): a .jsonl file has one object a line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}: a .jsonl file has one object a line")
     if field not in row:

@@ -100,9 +100,11 @@ def _stack(key: str, values: list[Any]) -> Tensor:
             )
     shapes = list(dict.fromkeys(tuple(np.shape(value)) for value in values))
     if len(shapes) > 1:
+        images = max(map(len, shapes)) > 2
+        remedy = "Resize images to one size (data.size of a job)" if images else "Pad samples to one length, pack them"
         raise UserError(
-            f"sample[{key!r}] has different shapes in one batch: {', '.join(map(str, shapes))}. "
-            "Pad samples to one length, pack them, or give collate="
+            f"sample[{key!r}] has different shapes in one batch: {', '.join(map(str, shapes))}. {remedy}, or give "
+            "collate="
         )
     stacked = default_collate(values)
     assert isinstance(stacked, torch.Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def open_text(
 
     Many processes may call it at once; one does the work. Raises `UserError` with a remedy.
     """
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().resolve()
+    cache = default_cache_dir() if cache_dir is None else Path(os.path.expanduser(cache_dir)).resolve()
     corpus = open_corpus(source, field)
     chosen = open_tokenizer(tokenizer, corpus, validation=validation, seed=seed, cache_dir=cache)
     shards = build_shards(corpus, chosen, cache)

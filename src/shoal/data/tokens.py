@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """End-of-text tokens of GPT-2 and its relatives, Llama 3, Llama 2 and T5, Gemma, BERT."""
 SPECIAL_IN_TEXT = "shoal_special_in_text"  # our key in tokenizer_config.json, see `load_tokenizer`
 TRAINING_CHARACTERS = 8_000_000  # merges learned on more text differ little, and training time grows with it
+MOST_IDS = 1 << 20  # of a vocabulary that is trained: the library makes room for all of them before it begins
 
 
 @runtime_checkable
@@ -137,13 +139,13 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool | None = None) -> 
 
     Raises `UserError` where the file is missing or broken, or has no end-of-document token.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
         file /= "tokenizer.json"
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ArgumentError(
             "tokenizer",
-            f": there is none at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
+            f": there is none at {file!s:.300}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
             "(transformers writes it by AutoTokenizer.from_pretrained(...).save_pretrained(directory))",
         )
     import tokenizers
@@ -173,7 +175,9 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool | None = None) -> 
 def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
     named = _beside(file).get("eos_token")
     if isinstance(named, dict):  # an AddedToken as transformers writes it
-        named = named["content"]
+        named = named.get("content")
+    if not isinstance(named, str | None):
+        raise UserError(f"{file.with_name('tokenizer_config.json')}: eos_token = {named!r:.100}: give a text")
     candidates = [named] if named else list(KNOWN_EOS)
     for token in candidates:
         if token in vocabulary:
@@ -185,9 +189,17 @@ def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
 
 
 def _beside(file: Path) -> dict[str, Any]:
-    """Reads the `tokenizer_config.json` beside `file`; empty where there is none."""
+    """Reads the `tokenizer_config.json` beside `file`; empty where there is none. Raises UserError for a broken one."""
     config = file.with_name("tokenizer_config.json")
-    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if not config.is_file():
+        return {}
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{config} cannot be read: {error}. Get a whole one, or remove it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{config} is no JSON object. Get a whole one, or remove it")
+    return content
 
 
 def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, cache_dir: Path) -> Tokenizer:
@@ -225,10 +237,11 @@ def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, c
 
 def _bpe_size(spec: str) -> int:
     size = spec.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < 257:
+    if not size.isdecimal() or len(size) > 9 or not 257 <= int(size) <= MOST_IDS:
         raise ArgumentError(
             "tokenizer",
-            f" is {spec!r}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end), as bpe:4096",
+            f" is {spec!r:.100}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end) and at most "
+            f"{MOST_IDS}, as bpe:4096",
         )
     return int(size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -160,9 +161,10 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
 
 def _named(path: Path, note: Any, damaged: list[str]) -> Path:
     """Returns the checkpoint at `path`: a `step-...` directory, a directory of them, or a run directory."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(
-            f'run.resume = "{path}": no such directory; give "auto", "never", or the directory of a checkpoint or a run'
+            f'run.resume = "{path!s:.300}": no such directory; give "auto", "never", or the directory of a '
+            "checkpoint or a run"
         )
     if path.name.startswith("step-"):
         if problems := checkpoint.verify(path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,22 @@ def open_samples(job: Job) -> ArrayData:
             channels=1 if channels == 1 else 3,
             size=data.size,
         )
+    first = _first(data.source)
     classes = job.model.get("classes") or (job.model.get("sizes") or [None])[-1]
-    first = data.source[0]
     return held_out(data.source, data.validation, job.train.seed, classes if "labels" in first else None)
+
+
+def _first(source: Any) -> Mapping[str, Any]:
+    """Returns the first sample of a dataset that was given in Python. Raises UserError for what is none."""
+    indexed = isinstance(source, Sized) and hasattr(source, "__getitem__") and not isinstance(source, Mapping)
+    if indexed and len(source):
+        first = source[0]
+        if isinstance(first, Mapping) and "inputs" in first:
+            return first
+    raise UserError(
+        f"data.source = {source!r:.100}: give the path of a file or a folder, or the name of a generated set; in "
+        'Python also a dataset of dicts with "inputs"'
+    )
 
 
 def settings_from(data: ArrayData, job: Job) -> dict[str, Any]:
