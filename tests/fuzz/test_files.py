@@ -24,6 +24,8 @@ from shoal.comm import World
 from shoal.data.cached.record import pack, unpack
 from shoal.doors import _settings
 from shoal.errors import CheckpointError, ShoalError, UserError
+from shoal.jobs.cluster.render import render
+from shoal.jobs.cluster.request import read_request
 from shoal.jobs.optimizers import optimizer_named
 from shoal.jobs.ranks import ranks_here, spread
 from shoal.jobs.read import load_job, parse_job
@@ -60,8 +62,32 @@ JOBS = [tomllib.loads((ROOT / "examples" / name).read_text()) for name in EXAMPL
             "dir": "runs/x", "nproc": 2, "eval_every": 3, "save_every": 4, "keep": 2, "resume": "auto",
             "trackers": ["tensorboard"], "sample": "a",
         },
-    }
+    },
+    {
+        "model": {"name": "mlp", "sizes": [64, 8, 10]},
+        "data": {"source": "digits", "validation": 0.1, "size": 8},
+        "train": {"global_batch": 8, "optimizer": "sgd", "lr": 0.1},
+        "cluster": {
+            "nodes": 2, "least": 1, "cpus": 4.5, "memory": "16GiB", "gpus": 2, "time": "1-12:00:00", "queue": "gpu",
+            "image": "lab/shoal", "volumes": {"training": "/data"}, "secret": "s", "env": {"A": "b"}, "setup": ["true"],
+            "finish": ["true"], "options": ["--account=lab"],
+        },
+        "server": {
+            "policy": "staleness:2", "scale": "inverse", "drop_above": 3, "codec": {"name": "u8"}, "grace": 5.0,
+            "timeout": 9.0, "restarts": 2, "durable": True, "tables": ["a.weight"], "device": "cpu",
+        },
+        "federated": {
+            "rounds": 3, "clients": 4, "fraction": 0.5, "strategy": {"name": "fedprox", "mu": 0.1}, "local_steps": 2,
+            "partition": {"name": "label", "alpha": 0.5}, "weighting": "equal", "deadline": 9.0, "late": "partial",
+            "speeds": 0.5, "dropout": 0.1, "least": 1, "secure": 0.6, "eval_every": 1,
+        },
+    },
 ]  # fmt: skip
+CLOUDML = {
+    "job_name": "mnist", "module_name": "trainer.task", "job_args": "--steps 100", "gpu_limit": 2, "worker_count": 3,
+    "cpu_limit": "8", "memory_limit": "64G", "docker_image": "lab/trainer", "prepare_command": "true",
+    "finish_command": "true", "ps_count": 1,
+}  # fmt: skip
 
 
 def read_all(content: dict[str, Any]) -> None:
@@ -88,6 +114,20 @@ def test_jobs(number: int, tmp_path: Path) -> None:
             load_job(file)
 
     tries(number, 1, attempt)
+
+
+@pytest.mark.parametrize("number", LENGTHS)
+def test_jobs_in_cloudmls_words(number: int, tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+
+    def attempt(draw: random.Random) -> None:
+        content = mutated(CLOUDML, draw)
+        file.write_text(json.dumps(content))
+        for target in ("slurm", "ray", "local"):
+            with bounded(content), suppress(ShoalError):
+                render(read_request(file), target)
+
+    tries(number, 9, attempt)
 
 
 DEEPSPEED = [

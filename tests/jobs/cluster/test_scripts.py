@@ -196,6 +196,10 @@ def test_a_module(job_file, tmp_path) -> None:
     assert "srun --kill-on-bad-exit=0 --wait=600 python -m trainer.task --steps 3 ||" in render(request, "slurm")
     served = replace(request, parameter_servers=2)
     several = replace(request, cluster=Cluster(nodes=2, cpus=6, gpus=3, memory="6GiB"))
+    with pytest.raises(UserError, match=r"worker_count = 2, and this is one host: give worker_count = 1"):
+        render(several, "local")
+    with pytest.raises(UserError, match=r'docker_image is missing.*docker_image = "lab/shoal"'):
+        render(several, "kubernetes")
     shares = f"--ranks 6 --cpus 2 --gpus 1 --memory {2 * 2**30}"
     assert f"exec python -m shoal.launch.ray {shares} -- -m trainer.task --steps 3" in render(several, "ray")
     assert "shoal run --roles ps=2,worker=3 -m trainer.task -- --steps 3" in render(served, "local")

@@ -15,19 +15,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shoal.errors import UserError, check_names
+from shoal.jobs.cluster.table import LEAST_MEMORY
 
 _INSTALL = "install the package in prepare_command"
+_ADD = "add it to the document that `shoal jobs render` prints"
 ELSEWHERE = {
     "trainer_uri": _INSTALL,
     "framework": "choose docker_image",
     "framework_version": "choose docker_image",
     "docker_command": "say it in prepare_command",
-    **dict.fromkeys(
-        ("volume_type", "volume_path", "mount_path", "mount_read_only"), "write a job file with cluster.volumes"
-    ),
-    **dict.fromkeys(
-        ("node_selector_key", "node_selector_value"), "choose hosts by a queue, cluster.queue of a job file"
-    ),
+    **dict.fromkeys(("volume_type", "volume_path", "mount_path", "mount_read_only"), _ADD),
+    **dict.fromkeys(("node_selector_key", "node_selector_value"), _ADD),
 }
 """Fields of the service that mean nothing elsewhere, with what to do instead."""
 
@@ -97,8 +95,8 @@ def _arguments(value: Any, where: str) -> tuple[str, ...]:
 def _cores(value: Any, where: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not re.fullmatch(r"\d+(\.\d+)?", str(value)) or not float(value):
-        raise UserError(f'{where}: cpu_limit = {value!r}: give a number of cores, e.g. "4"')
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}(\.\d+)?", str(value)) or not float(value):
+        raise UserError(f'{where}: cpu_limit = {value!r:.100}: give a number of cores, e.g. "4"')
     return float(value)
 
 
@@ -106,18 +104,21 @@ def _memory(value: Any, where: str) -> int | None:
     """Returns bytes of a number with K, M or G, which are 1000, 1000^2, 1000^3 bytes."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])", str(value))
-    if not found:
-        raise UserError(f'{where}: memory_limit = {value!r}: give a number with K, M or G, e.g. "64G"')
-    return int(float(found[1]) * {"K": 10**3, "M": 10**6, "G": 10**9}[found[2]])
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([KMG])", str(value))
+    nbytes = 0 if found is None else int(float(found[1]) * {"K": 10**3, "M": 10**6, "G": 10**9}[found[2]])
+    if nbytes < LEAST_MEMORY:
+        raise UserError(
+            f'{where}: memory_limit = {value!r:.100}: give a number with K, M or G, at least 2M, e.g. "64G"'
+        )
+    return nbytes
 
 
 def _count(field: str, value: Any, where: str) -> int | None:
     """Returns a count; a text of digits counts too, as the service's command line writes one."""
     if value is None:
         return None
-    if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
-        raise UserError(f"{where}: {field} = {value!r}: give a whole number from 1 up, or leave it out")
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)) or int(value) < 1:
+        raise UserError(f"{where}: {field} = {value!r:.100}: give a whole number from 1 up, or leave it out")
     return int(value)
 
 

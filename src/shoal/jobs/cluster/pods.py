@@ -31,9 +31,9 @@ def check(request: Request) -> None:
     """Raises UserError where pods cannot run the request, or would lose what they train."""
     cluster = request.cluster
     if not cluster.image:
-        raise UserError(
-            'cluster.image is missing: name an image with shoal and the job\'s data, e.g. image = "lab/shoal"'
-        )
+        key = "docker_image" if request.module else "cluster.image"
+        name = key.rpartition(".")[2]
+        raise UserError(f'{key} is missing: name an image with shoal and the job\'s data, e.g. {name} = "lab/shoal"')
     if request.parameter_servers:
         raise UserError(
             f"ps_count = {request.parameter_servers}: ranks average gradients among themselves, so there is nothing "

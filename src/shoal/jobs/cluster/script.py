@@ -60,5 +60,7 @@ def limited(cluster: Cluster) -> list[str]:
 def local_script(request: Request, file: str | None = None) -> str:
     """Returns the script of a run on this host. Raises UserError where the job asks for more."""
     if request.cluster.hosts > 1:
-        raise UserError(f"cluster.nodes = {request.cluster.hosts}, and this is one host: give --set cluster.nodes=1")
+        key = "worker_count" if request.module else "cluster.nodes"
+        remedy = "worker_count = 1" if request.module else "--set cluster.nodes=1"
+        raise UserError(f"{key} = {request.cluster.hosts}, and this is one host: give {remedy}")
     return script(request.cluster, request.host(file), request.directory)

@@ -10,6 +10,7 @@ from shoal.errors import UserError
 from shoal.plan import nbytes
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+LEAST_MEMORY = 2**20
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Cluster:
             raise UserError(f"cluster.least = {self.least}: give a number from 1 to cluster.nodes = {self.hosts}")
         if self.cpus is not None and not self.cpus > 0:
             raise UserError(f"cluster.cpus = {self.cpus}: give a number above 0")
-        if self.memory_bytes is not None and self.memory_bytes < 2**20:
+        if self.memory_bytes is not None and self.memory_bytes < LEAST_MEMORY:
             raise UserError(f'cluster.memory = {self.memory!r}: give at least "1MiB"')
         for key in ("env", "volumes"):
             for name, value in (getattr(self, key) or {}).items():
@@ -82,13 +83,13 @@ class Cluster:
         if self.time is None:
             return None
         text = str(self.time).strip()
-        if short := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text):
+        if short := re.fullmatch(r"(\d{1,12}(?:\.\d+)?)([smhd]?)", text):
             found = math.ceil(float(short[1]) * _UNITS[short[2] or "s"])
-        elif slurm := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        elif slurm := re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d):(\d\d)", text):
             days, hours, minutes, seconds = (int(each or 0) for each in slurm.groups())
             found = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
         else:
             found = 0
         if not found:
-            raise UserError(f'cluster.time = {self.time!r}: give seconds, "90m", "12h", "2d" or "1-12:00:00"')
+            raise UserError(f'cluster.time = {self.time!r:.100}: give seconds, "90m", "12h", "2d" or "1-12:00:00"')
         return found
