@@ -185,6 +185,8 @@ def test_generate_greedy_and_top_k():
     prompt = torch.tensor([[3], [7]])
     for options in ({"temperature": 0.0}, {"top_k": 1}):
         assert generate(Counter(), prompt, 4, **options).tolist() == [[3, 4, 5, 6, 7], [7, 8, 9, 0, 1]]
+    for cold in (1e-3, 1e-37, 1e-45, 1e-300):
+        assert generate(Counter(), prompt, 4, cold).tolist() == generate(Counter(), prompt, 4, 0.0).tolist()
     drawn = generate(Counter(), prompt, 40, temperature=100.0, top_k=2)
     assert set((drawn.diff(dim=1) % 10).flatten().tolist()) == {1, 2}
 
@@ -200,3 +202,8 @@ def test_generate_is_drawn_from_its_generator_and_crops():
     assert context_length(model) == 32
     with pytest.raises(UserError, match="at least one"):
         generate(model, prompt[:, :0], 1)
+    for temperature in (-1.0, math.nan, math.inf):
+        with pytest.raises(UserError, match=f"temperature = {temperature}: give a number from 0 up"):
+            generate(model, prompt, 1, temperature)
+    with pytest.raises(UserError, match="top_k = 0: give at least 1"):
+        generate(model, prompt, 1, top_k=0)

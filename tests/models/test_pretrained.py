@@ -230,9 +230,10 @@ def test_weights_that_cannot_be_read_are_explained(tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(UserError, match=r"not there: model-1\.safetensors"):
         from_pretrained(tmp_path, config)
-    index.write_text("{")
-    with pytest.raises(UserError, match="must be JSON with a weight_map"):
-        from_pretrained(tmp_path, config)
+    for broken in ("{", "[]", '{"weight_map": [1]}', '{"weight_map": 5}'):
+        index.write_text(broken)
+        with pytest.raises(UserError, match="must be JSON with a weight_map"):
+            from_pretrained(tmp_path, config)
     index.unlink()
     (tmp_path / "model.safetensors").write_bytes(b"anything")
     with pytest.raises(UserError, match="cannot be read"):

@@ -95,6 +95,8 @@ def test_bert_reads_masked_rows():
         ({"name": "mlp", "sizes": [4, 2], "task": "regresion"}, 'Did you mean "regression"?'),
         ({"name": "chess", "depth": 3}, "no settings; remove depth"),
         ({"name": "hf"}, "needs `config`"),
+        ({"name": "hf", "config": 5}, "model.config = 5 of hf must be a JSON file"),
+        ({"name": "hf", "config": {"model_type": ["llama"]}}, "is no causal language model"),
         ({"name": "chess", "loss": "mse"}, "'mse' is not a loss"),
     ],
 )

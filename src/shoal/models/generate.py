@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +32,12 @@ def generate(
     temperature: 0 takes the likeliest token.
     top_k: samples among the k likeliest tokens.
 
-    Raises `UserError` for an empty prompt.
+    Raises `UserError` for an empty prompt, a temperature below 0 and a k below 1.
     """
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"generate: temperature = {temperature}: give a number from 0 up, where 0 takes the likeliest")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"generate: top_k = {top_k}: give at least 1, or None to draw among all tokens")
     if ids.shape[1] == 0:
         raise UserError("generate: the prompt has no token; give at least one, e.g. the end-of-text token.")
     longest = context_length(model) or ids.shape[1] + max_new_tokens
@@ -49,9 +55,9 @@ def generate(
 
 def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Samples one token for each row: [B, 1]."""
-    if temperature == 0:
+    if temperature < torch.finfo(logits_BV.dtype).tiny:
         return logits_BV.argmax(dim=-1, keepdim=True)
-    logits_BV = logits_BV / temperature
+    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature  # none overflows, however cold
     if top_k is not None:
         kth = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth, -torch.inf)

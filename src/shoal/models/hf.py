@@ -139,7 +139,7 @@ def _read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             f"The model configuration {path} cannot be read: {error.strerror}. It must be a JSON file, or a directory "
             "with config.json; nothing is downloaded."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"The model configuration {path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise UserError(
@@ -154,7 +154,7 @@ def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Pretrain
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = content.get("model_type")
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hint = did_you_mean(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
         raise UserError(
             f"model_type={model_type!r} is no causal language model of transformers {transformers.__version__} "

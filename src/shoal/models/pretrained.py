@@ -98,8 +98,8 @@ def _files(directory: Path) -> dict[str, str]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            places = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"the index {index} cannot be read ({error!r}): it must be JSON with a weight_map"
             ) from error

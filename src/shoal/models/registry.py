@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -112,6 +113,11 @@ def _hf(settings: dict[str, Any]) -> ModelSpec:
     if source is None:
         raise UserError(
             "model 'hf' needs `config`: a JSON file, a directory with config.json, or a table with model_type."
+        )
+    if not isinstance(source, str | Path | Mapping):
+        raise UserError(
+            f"model.config = {source!r:.100} of hf must be a JSON file, a directory with config.json, or a table with "
+            "model_type."
         )
     if not isinstance(lora, Mapping | None):
         raise UserError(
