@@ -74,6 +74,12 @@ def test_degrees_must_multiply_to_the_ranks():
         UserError, match="needs pp 1 x dp 3 x cp 1 x tp 1 = 3 ranks, but 4 were started: dp = 4 works here"
     ):
         Mesh(Plan(dp=3), 0, 4)
+    with pytest.raises(
+        UserError, match=r"dp = 4 works here, or tp = 2 or cp = 2 or pp = 2 of a model that can be cut so$"
+    ):
+        Mesh(Plan(dp=2), 0, 4)
+    with pytest.raises(UserError, match=r"started: tp = 2 of a model that can be cut so$"):
+        Mesh(Plan(tp=4), 0, 2)
 
 
 def test_coordinates_of_a_grid_worked_by_hand():

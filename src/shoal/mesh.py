@@ -156,14 +156,16 @@ class Mesh:
 
 def _remedy(plan: Plan, size: int) -> str:
     """Says which single degree would fit `size` ranks if changed, or else how many ranks to start."""
-    fits = []
+    fits = {}
     for axis in ("dp", "tp", "cp", "pp"):
         degree, rest = divmod(size, plan.size // getattr(plan, axis))
         with suppress(UserError):
             if degree and not rest and replace(plan, **{axis: degree}).size == size:
-                fits.append(f"{axis} = {degree}")
+                fits[axis] = f"{axis} = {degree}"
     if fits:
-        return f"{' or '.join(fits)} works here"
+        always = [f"{fits.pop('dp')} works here"] if "dp" in fits else []
+        cut = [f"{' or '.join(fits.values())} of a model that can be cut so"] if fits else []
+        return ", or ".join(always + cut)
     inner = plan.size // plan.dp
     return (
         f"start a multiple of {inner} ranks, such as {max(1, size // inner) * inner} with dp = {max(1, size // inner)}"

@@ -249,7 +249,7 @@ def check_no_flush(
     name = option_name(plan.schedule, "schedule")
     each = name == "pipedream"
     reasons = {
-        "plan.zero = 2 keeps no whole gradient": plan.zero >= 2,
+        f"plan.zero = {plan.zero} keeps no whole gradient": plan.zero >= 2,
         "ranks that send each other tokens (plan.ep) run their forwards together": plan.ep > 1,
         "routers that balance by a bias (balance_rate) follow the counts at the end of a step": moves_biases,
         "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn

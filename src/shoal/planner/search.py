@@ -222,18 +222,18 @@ def search(task: Task) -> Found:
     if not found.best:
         assert found.nearest is not None
         near = found.nearest
+        plan = spoken(near.choice.plan(task.pins).to_dict()) or "one rank"
         raise UserError(
-            f"no plan fits: the one that needs least, {spoken(near.choice.plan(task.pins).to_dict())} with "
-            f"microbatches of {near.choice.microbatch}, takes {units.size(near.bytes)} of a rank, which may use "
-            f"{units.size(task.most)}. Take more devices, or ones with more memory, a smaller model or shorter rows, "
-            "or free what is pinned"
+            f"no plan fits: the one that needs least, {plan} with microbatches of {near.choice.microbatch}, takes "
+            f"{units.size(near.bytes)} of a rank, which may use {units.size(task.most)}. Take more devices, or ones "
+            f"with more memory, a smaller model or shorter rows{', or free what is pinned' if task.pins else ''}"
         )
     return found
 
 
 def _no_degrees(task: Task) -> str:
-    pinned = spoken(task.pins)
+    pinned, remedy = spoken(task.pins), "take another number of devices"
     return (
         f"no degrees fit {task.cluster.size} devices, {task.rows} rows a step and {len(task.profile.parts)} parts of "
-        f"the model{f' with {pinned}' if pinned else ''}: free a pin, or take another number of devices"
+        f"the model{f' with {pinned}: free a pin, or {remedy}' if pinned else f': {remedy}'}"
     )
