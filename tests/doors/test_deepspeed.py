@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -164,10 +165,13 @@ def _named(given) -> dict:
         (
             (48, 4, 5),
             "train_batch_size = 48, train_micro_batch_size_per_gpu = 4, gradient_accumulation_steps = 5 on 2 rank(s) "
-            "do not fit",
+            "do not fit: train_batch_size is train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks. "
+            "Give train_batch_size = 40, or leave it out",
         ),
-        ((50, 4, None), "here 50 is not 4 x 6 x 2"),
-        ((7, None, None), "here 7 is not 3 x 1 x 2"),
+        ((50, 4, None), "Give a multiple of 8 as train_batch_size, such as 48"),
+        ((7, None, None), "Give a multiple of 2 as train_batch_size, such as 6"),
+        ((7, None, 3), "Give a multiple of 6 as train_batch_size, such as 6"),
+        ((3, 8, None), "Give a multiple of 16 as train_batch_size, such as 16"),
         ((None, None, 3), "gives neither train_batch_size nor train_micro_batch_size_per_gpu"),
         ((0, None, None), "train_batch_size = 0: give a whole number of at least 1"),
         ((True, None, None), "train_batch_size = True: give a whole number"),
@@ -177,6 +181,9 @@ def test_batch_sizes_that_contradict_each_other_are_one_error(given, message):
     with pytest.raises(UserError) as error:
         batch_sizes(_named(given), 2)
     assert message in str(error.value)
+    if (remedy := re.search(r"such as (\d+)|train_batch_size = (\d+), or leave", str(error.value))) is not None:
+        train = int(remedy[1] or remedy[2])
+        assert batch_sizes(_named((train, *given[1:])), 2)[0] == train
 
 
 @pytest.mark.fast

@@ -17,8 +17,8 @@ from shoal.optim.fused.trial import tried_out
 CLIPPING = 1.0
 """DeepSpeed's default for the largest gradient norm."""
 NOT_HERE = {
-    "lamb": "torch has none",
-    "lion": "torch has none",
+    "lamb": "torch has none: take AdamW, or give shoal.Engine a factory of one",
+    "lion": "torch has none: take AdamW, or give shoal.Engine a factory of one",
     "muon": "DeepSpeed's is Muon and Adam in one: give shoal.Engine torch.optim.Muon and param_groups",
     "onebitadam": 'give shoal.Engine Plan(exchange="qadam"), which is 1-bit Adam\'s kind',
     "onebitlamb": 'give shoal.Engine Plan(exchange="qadam")',
@@ -80,9 +80,11 @@ def batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
         train = micro * steps * ranks
     if train != micro * steps * ranks:
         said = ", ".join(f"{name} = {config[name]}" for name in names if config.get(name) is not None)
+        each = (given[1] or 1) * (given[2] or 1) * ranks
+        multiple = f"a multiple of {each} as {names[0]}, such as {max(1, train // each) * each}"
+        remedy = multiple if None in given else f"{names[0]} = {each}, or leave it out"
         raise UserError(
-            f"{said} on {ranks} rank(s) do not fit: {names[0]} is {names[1]} x {names[2]} x ranks, here {train} is not "
-            f"{micro} x {steps} x {ranks}. Give two of them"
+            f"{said} on {ranks} rank(s) do not fit: {names[0]} is {names[1]} x {names[2]} x ranks. Give {remedy}"
         )
     return train, micro, steps
 

@@ -32,7 +32,7 @@ KEYS = {
     "optimizer.params.eps": Key(HONOURED, "1e-8 by default"),
     "optimizer.params.weight_decay": Key(HONOURED, "0 by default"),
     "optimizer.params.use_hybrid_adam": Key(NO_EFFECT, "updates run where the state is: on the host, in one kernel"),
-    "fp16.enabled": Key(HONOURED, 'precision "fp16"; without it, or false, "fp32"'),
+    "fp16.enabled": Key(HONOURED, 'precision "fp16"; false, or no table fp16 at all, is "fp32"'),
     "fp16.loss_scale": Key(HONOURED, "0, the default, is a dynamic one"),
     "fp16.initial_scale_power": Key(HONOURED, "16 by default"),
     "fp16.loss_scale_window": Key(HONOURED, "2000 by default"),
