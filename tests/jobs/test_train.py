@@ -294,6 +294,7 @@ def test_a_last_checkpoint_that_fails_is_the_end_of_a_run(quick, make_job, alone
             "data.sequence = 16 is longer than the 8 tokens",
         ),
         ({"model": {"vocab_size": 100}}, UserError, "give model.vocab_size = 257"),
+        ({"model": {"name": "bert", "vocab_size": 257}}, UserError, "and the mask: give model.vocab_size = 258"),
         (
             {"model": {"sequence": "long"}, "data": {"sequence": None}},
             UserError,

@@ -165,10 +165,11 @@ def _from_data(table: Mapping[str, Any], job: Job, data: TextData) -> dict[str, 
 
 def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
     assert model.vocab_size is not None
-    if model.vocab_size < data.tokenizer.vocab_size:
+    ids, masks = data.tokenizer.vocab_size, model.name == "bert"
+    if model.vocab_size < ids + masks:
         raise UserError(
-            f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of data.tokenizer "
-            f'= "{job.data.tokenizer}": give model.vocab_size = {data.tokenizer.vocab_size}'
+            f"model.vocab_size = {model.vocab_size} is less than the {ids} ids of data.tokenizer = "
+            f'"{job.data.tokenizer}"{" and the mask" * masks}: give model.vocab_size = {ids + masks}'
         )
     if model.sequence is not None and job.data.sequence is not None and model.sequence < job.data.sequence:
         raise UserError(
