@@ -18,7 +18,7 @@ from shoal.comm import World
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
 from shoal.jobs.config import Job
-from shoal.jobs.export import evaluate_run, export_checkpoint
+from shoal.jobs.export import evaluate_run, export_checkpoint, generate_text
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
 from shoal.optim.lr import _cosine
@@ -356,10 +356,33 @@ def test_weights_are_exported_from_a_run_alone(quick, make_job, alone, tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.encode("3 + 4") == list(b"3 + 4") and tokenizer.eos_token_id == 256
     (tmp_path / "bare").mkdir()
-    with pytest.raises(UserError, match="give the job file by --job"):
+    with pytest.raises(UserError, match=r"give by --job the resolved.toml of the run that made the checkpoint"):
         export_checkpoint(tmp_path / "bare", tmp_path / "out")
     with pytest.raises(CheckpointError, match="no checkpoint"):
         export_checkpoint(tmp_path / "bare", tmp_path / "out", Path(job.run.dir) / "resolved.toml")
+
+
+def test_a_checkpoint_away_from_its_run_is_used_with_what_its_refusals_name(quick, make_job, alone, tmp_path):
+    job, away = make_job(steps=1, data={"tokenizer": "bpe:280"}), tmp_path / "away" / "step-00000001"
+    train(job, {}, alone)
+    shutil.copytree(tmp_path / "run" / "checkpoints" / away.name, away)
+    (tmp_path / "own").mkdir()
+    for name in ("resolved.toml", "short.toml"):
+        text = (tmp_path / "run" / "resolved.toml").read_text()
+        short = "\n".join(line for line in text.splitlines() if not line.startswith(("vocab_size", "sequence")))
+        (tmp_path / "own" / name).write_text(text if name == "resolved.toml" else short)
+    with pytest.raises(UserError, match=r"--job .*needs vocab_size.*Give by --job the resolved.toml of the run"):
+        generate_text(away, "3 +", tmp_path / "own" / "short.toml", tokens=4)
+    resolved = tmp_path / "own" / "resolved.toml"
+    for use in (lambda: generate_text(away, "3 +", resolved, tokens=4), lambda: evaluate_run(away, job_file=resolved)):
+        with pytest.raises(UserError, match=rf"{away} has no directory 'tokenizer': copy it there from the run"):
+            use()
+        shutil.copytree(tmp_path / "run" / "tokenizer", away / "tokenizer")
+        assert use() is not None
+        shutil.rmtree(away / "tokenizer")
+    whole = tmp_path / "run" / "resolved.toml"  # with the tokenizer beside it
+    assert evaluate_run(away, job_file=whole)[0].loss == evaluate_run(tmp_path / "run")[0].loss
+    assert (export_checkpoint(away, tmp_path / "out", whole) / "tokenizer.json").exists()
 
 
 def test_a_run_keeps_its_tokenizer_which_another_source_can_be_trained_with(

@@ -12,7 +12,7 @@ from shoal.jobs.imports import imports
 app = typer.Typer(help="Lists, verifies and exports checkpoints.", no_args_is_help=True)
 
 JobFile = Annotated[
-    Path | None, typer.Option("--job", help="The job file with the model. Default: resolved.toml of the run.")
+    Path | None, typer.Option("--job", help="resolved.toml of the run. Default: that of the run around it.")
 ]
 
 
@@ -52,6 +52,8 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directo
         from shoal.checkpoint import listing, verify
         from shoal.errors import CheckpointError, UserError
 
+    if not path.is_dir():
+        raise UserError(f"no such directory: {path}")
     paths = (
         [path]
         if path.name.startswith("step-")

@@ -24,54 +24,71 @@ from shoal.models import ModelSpec, build
 from shoal.plan import Plan
 from shoal.training.evaluation import Evaluation
 
+_RESOLVED = "by --job the resolved.toml of the run that made the checkpoint, which has every value"
+
 
 @dataclass(frozen=True)
 class Trained:
     """A run's model with the weights of a checkpoint, whole in this process.
 
-    run_dir: None where the checkpoint is not in a run directory.
+    path: where the checkpoint is. run_dir: None where that is in no run directory.
+    kept: the run's own tokenizer, in its directory, in the checkpoint's or beside the job file; None where it is in
+        none of them.
     """
 
     job: Job
     model: ModelSpec
     engine: Engine
+    path: Path
     run_dir: Path | None
+    kept: Path | None
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The run's own tokenizer. Raises UserError where it has none."""
-        if self.job.data.tokenizer == "bytes":
-            return ByteTokenizer()
-        if self.run_dir is None or not (self.run_dir / TOKENIZER).is_dir():
+        """The run's own tokenizer. Raises UserError where it is not there."""
+        return ByteTokenizer() if self.named == "bytes" else load_tokenizer(self.named)
+
+    @property
+    def named(self) -> str:
+        """Its name, as data.tokenizer has it. Raises UserError where it is not there."""
+        given = self.job.data.tokenizer
+        if given == "bytes" or (self.kept is None and not given.startswith("bpe:")):
+            return given
+        if self.kept is None:
             raise UserError(
-                f"{self.run_dir or 'the checkpoint'} has no directory {TOKENIZER!r}: copy it there from the run that "
-                "made the checkpoint"
+                f"{self.run_dir or self.path} has no directory {TOKENIZER!r}: copy it there from the run that made the "
+                "checkpoint"
             )
-        return load_tokenizer(self.run_dir / TOKENIZER)
+        return str(self.kept)
 
 
 def open_trained(path: Path, job_file: Path | None = None) -> Trained:
     """Opens the model of `path`: a checkpoint, or the newest good one of a run or of a directory of checkpoints.
 
     job_file: describes the model; by default resolved.toml of the run that contains `path`.
-    Raises UserError where there is neither.
+    Raises UserError where there is neither, or it leaves settings of the model open.
     """
     if not path.is_dir():
         raise UserError(f"no such directory: {path}")
     run_dir = next((each for each in (path, *path.resolve().parents[:2]) if (each / "resolved.toml").is_file()), None)
     if job_file is None and run_dir is None:
-        raise UserError(
-            f"{path} lies in no run directory, whose resolved.toml tells the model: give the job file by --job"
-        )
+        raise UserError(f"{path} lies in no run directory, whose resolved.toml tells the model: give {_RESOLVED}")
     job, _ = load_job(job_file if job_file is not None else run_dir / "resolved.toml")  # type: ignore[operator]
     train = replace(job.train, schedule=job.train.schedule or "constant", warmup=job.train.warmup or 0)
-    model = build(job.model)
+    try:
+        model = build(job.model)
+    except UserError as error:
+        if job_file is None:
+            raise
+        raise UserError(f"--job {job_file}: {error} Give {_RESOLVED}") from error
     alone = replace(job, train=train, plan=Plan(memory=job.plan.memory))
     engine = make_engine(alone, model, job.train.steps, World.single())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is used from here on")  # nothing is trained
         engine.load(checkpoints_in(path))
-    return Trained(job, model, engine, run_dir)
+    beside = (run_dir, path, None if job_file is None else job_file.parent)
+    kept = (each / TOKENIZER for each in beside if each is not None)
+    return Trained(job, model, engine, path, run_dir, next((each for each in kept if each.is_dir()), None))
 
 
 def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Path:
@@ -79,7 +96,7 @@ def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Pa
     trained = open_trained(path, job_file)
     trained.engine.export(out)
     trained.engine.close()
-    own = sorted((trained.run_dir / TOKENIZER).glob("tokenizer*.json")) if trained.run_dir is not None else []
+    own = sorted(trained.kept.glob("tokenizer*.json")) if trained.kept is not None else []
     try:
         for file in own:
             shutil.copy(file, out)
@@ -126,10 +143,7 @@ def _data(trained: Trained, source: str | None) -> Any:
     job = trained.job
     if source is None and trained.run_dir is not None and (trained.run_dir / STATE).exists():
         raise UserError("each client held samples of its own out, and the report has their accuracy: give --data")
-    text = job.model["name"] not in DEFAULT
-    own: dict[str, Any] = (
-        {"tokenizer": str((trained.run_dir or Path()) / TOKENIZER)} if text and job.data.tokenizer != "bytes" else {}
-    )
+    own: dict[str, Any] = {} if job.model["name"] in DEFAULT else {"tokenizer": trained.named}
     if source is not None:
         own |= {"source": source, "validation": 0.0}
     alone = replace(job, data=replace(job.data, **own), plan=Plan(), run=replace(job.run, at=[]))
