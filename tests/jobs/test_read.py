@@ -88,6 +88,14 @@ def test_the_command_line_wins_over_the_file_and_every_value_has_an_origin(tmp_p
     assert "train.microbatch" not in found, "None is a value to be chosen"
 
 
+def test_a_run_of_the_user_s_own_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    job, _ = parse_job(SMALL, ["run.dir=~/runs/first", 'run.resume="~/runs/zeroth"'])
+    assert (job.run.dir, job.run.resume) == ("/home/me/runs/first", "/home/me/runs/zeroth")
+    with pytest.raises(UserError, match=r"run\.dir is empty"):
+        parse_job(SMALL, ["run.dir="])
+
+
 @pytest.mark.parametrize("text", ["train.lr", "lr=1", "=1", "train.=1", "train..lr=1"])
 def test_an_assignment_is_written_with_table_key_and_value(text):
     with pytest.raises(UserError, match=r"table\.key=value"):

@@ -5,6 +5,7 @@ A field that is None is chosen by Shoal (see `choose`), or is absent.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,6 +17,8 @@ from shoal.jobs.served.table import Server
 from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
 
+MOST_PIXELS = 1 << 14
+"""On each side of an image."""
 Origins = Mapping[str, str]
 """The origin of each value by dotted key: "file", "cli" or "planner"; a missing key has its default value."""
 
@@ -41,8 +44,8 @@ class Data:
     size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise UserError(f"data.size = {self.size}: give at least 1")
+        if self.size is not None and not 1 <= self.size <= MOST_PIXELS:
+            raise UserError(f"data.size = {self.size}: give from 1 to {MOST_PIXELS}")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,10 @@ class Run:
 
     def __post_init__(self) -> None:
         _check_changes(self.at)
+        if not str(self.dir).strip():
+            raise UserError("run.dir is empty: give the directory of the run, or leave it out")
+        for key in ("dir", "resume"):
+            object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
         for key in ("eval_every", "eval_samples", "save_every", "norms_every", "verify_every", "first_within"):
             if not getattr(self, key) >= 0:
                 raise UserError(f"run.{key} = {getattr(self, key)}: give 0 or more")
