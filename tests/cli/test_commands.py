@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -81,6 +82,20 @@ def test_help_lists_the_commands(shoal):
             ["train", "{job}", "--nproc", "1", "--set", "data.source=/nowhere.txt"],
             "no such file, directory or glob: /nowhere.txt",
         ),
+        (
+            ["train", "{job}", "--nproc", "1", "--set", f"data.source={'a b' * 1000}"],
+            "no such file, directory or glob: a ba b",
+        ),
+        (["train", "{job}", "--nproc", "1", "--set", f"data.tokenizer={'ab' * 1000}"], "there is none at abab"),
+        (["train", "{job}", "--nproc", "1", "--set", f"run.resume={'ab' * 1000}"], "no such directory"),
+        (
+            ["train", "{job}", "--nproc", "1", "--set", "data.source=~nobody-at-all/a.txt"],
+            "no such file, directory or glob: ~nobody-at-all/a.txt",
+        ),
+        (
+            ["train", "{job}", "--nproc", "1", "--set", "data.tokenizer=~nobody-at-all"],
+            "error: data.tokenizer: there is none at ~nobody-at-all",
+        ),
         (["train", "{job}", "--nproc", "1", "--set", "data.validation=1.5"], "error: data.validation is 1.5: give"),
         (["train", "{job}", "--nproc", "1", "--set", "data.tokenizer=bpe:3"], "error: data.tokenizer is 'bpe:3': give"),
         (["train", "{job}", "--nproc", "1", "--set", "data.attend=all"], "error: data.attend is 'all': give"),
@@ -97,6 +112,12 @@ def test_help_lists_the_commands(shoal):
         (["train", "{job}", "--nproc", "1", "--set", "model.name=llama"], 'is written name = "hf", config ='),
         (["plan", "nowhere.toml", "--memory"], "no such job file: nowhere.toml"),
         (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give at least 1 byte"),
+        (["plan", "{job}", "--device", "80GiB"], "--device and --host are of --memory: give it too"),
+        (["plan", "{job}", "--host", "80GiB"], "--device and --host are of --memory: give it too"),
+        (["demo", "--dir", "{job}"], "Give another --dir"),
+        (["train", "{job}", "--nproc", "1", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
+        (["train", "{job}", "--nproc", "2", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
+        (["train", "{job}", "--nodes", "1:2", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),
         (["generate", "/nowhere", "--prompt", "a"], "no such directory: /nowhere"),
@@ -104,6 +125,8 @@ def test_help_lists_the_commands(shoal):
         (["report", "/nowhere"], "is not the directory of a run"),
         (["ckpt", "ls", "/nowhere"], "no such directory: /nowhere"),
         (["ckpt", "verify", "/nowhere"], "no such directory: /nowhere"),
+        (["ckpt", "verify", "/nowhere/step-00000001"], "no such directory: /nowhere/step-00000001"),
+        (["train", "{job}", "--set", "run.dir="], "run.dir is empty"),
         (["ckpt", "export", "/nowhere", "out"], "no such directory: /nowhere"),
     ],
 )
@@ -116,6 +139,12 @@ def test_a_mistake_is_its_message_alone(shoal, job_file, arguments, message):
     assert not (job_file.parent / "run").exists()
 
 
+def test_faults_are_spread_over_a_number_of_steps_that_is_known(shoal, job_file):
+    job_file.write_text(job_file.read_text().replace("steps = 6", "epochs = 1"))
+    answer = shoal("chaos", job_file)
+    assert (answer.code, answer.err) == (2, "error: the end of the job has to be known: give train.steps\n")
+
+
 def test_a_module_runs_on_a_rank(shoal, tmp_path, monkeypatch):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/task.py").write_text(
@@ -126,10 +155,40 @@ def test_a_module_runs_on_a_rank(shoal, tmp_path, monkeypatch):
     assert (tmp_path / "rank0").read_text() == "--steps 3"
 
 
+def test_a_file_that_may_not_be_read_is_no_traceback(shoal, tmp_path, monkeypatch):
+    def locked(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("shoal.checkpoint.listing", locked)
+    answer = shoal("ckpt", "ls", tmp_path)
+    assert (answer.code, answer.err) == (2, f"error: [Errno 13] Permission denied: '{tmp_path}'\n")
+    monkeypatch.setattr("shoal.checkpoint.listing", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        shoal("ckpt", "ls", tmp_path)
+
+
 def test_an_unknown_option_is_a_usage_error(shoal):
     answer = shoal("train", "job.toml", "--ste=1")
     assert answer.code == 2
     assert "--ste" in answer.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--nproc", 0),
+        ("chaos", "job.toml", "--pace", -1),
+        ("chaos", "job.toml", "--tolerance", -1),
+        ("top", "run", "--interval", 0),
+        ("top", "run", "--interval", 1e30),
+        ("generate", "run", "--prompt", "a", "--seed", 2**63),
+        ("generate", "run", "--prompt", "a", "--seed", -1),
+        ("fed", "keys", "keys", "--clients", -1),
+    ],
+)
+def test_a_number_out_of_its_range_is_a_usage_error(shoal, arguments):
+    answer = shoal(*arguments)
+    assert answer.code == 2 and "Invalid value" in answer.err and arguments[-2] in answer.err
 
 
 def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
@@ -160,6 +219,12 @@ def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
     report.unlink()
     assert shoal("report", run_dir).out == f"{report}\n"
     assert report.exists()
+
+    report.unlink()
+    report.mkdir()  # stands for a directory that this user may not write
+    refused = shoal("report", run_dir)
+    assert refused.code == 2 and "cannot be drawn" in refused.err and "Traceback" not in refused.err
+    report.rmdir()
 
     damaged = run_dir / "checkpoints" / "step-00000006"
     victim = max(damaged.iterdir(), key=lambda path: path.stat().st_size)

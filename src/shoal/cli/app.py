@@ -135,7 +135,7 @@ def _one_of(nproc: int | None, roles: str | None) -> None:
 
 @app.command()
 def demo(
-    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks on this host.")] = 2,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks on this host.")] = 2,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The run directory. Default: a new one in runs/.")
     ] = None,
@@ -167,13 +167,14 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Draws among the likeliest so many. Default: among 40.")
     ] = 40,
-    seed: Annotated[int | None, typer.Option(help="Of the draws. Default: the job's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the draws. Default: the job's.")] = None,
     job: JobFile = None,
 ) -> None:
     """Writes a text that begins with a prompt, by the model of a run's newest good checkpoint."""
     with imports():
         from shoal.jobs.export import generate_text
 
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a terminal may not speak UTF-8
     text = generate_text(path, prompt, job, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     print(prompt + text)
 
@@ -216,7 +217,14 @@ def report(directory: Annotated[Path, typer.Argument(help="The directory of a ru
     with imports():
         from shoal.report.page import write_report
 
-    print(write_report(directory))
+    try:
+        page = write_report(directory)
+    except OSError as error:
+        raise UserError(
+            f"the report of {directory} cannot be drawn: {error}. Free or allow the space, or copy the run to another "
+            "place and draw it there"
+        ) from error
+    print(page)
 
 
 @app.command()
@@ -228,8 +236,10 @@ def chaos(
     nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="MOST nodes; LEAST go on.")] = "1:3",
     nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks of each node.")] = 1,
     directory: Annotated[Path | None, typer.Option("--dir", help="A new folder. Default: one in runs/.")] = None,
-    tolerance: Annotated[float, typer.Option(help="Relative difference of losses from the reference.")] = 1e-5,
-    pace: Annotated[float | None, typer.Option(help="Seconds of a step at least. Default: 6 s between faults.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative difference of losses from the reference.")] = 1e-5,
+    pace: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds of a step at least. Default: 6 s between faults.")
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.steps=400."),
@@ -262,7 +272,7 @@ def chaos(
 def top(
     directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")],
     once: Annotated[bool, typer.Option("--once", help="One frame, as where stdout is no terminal.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between frames.")] = 1.0,
 ) -> None:
     """Watches a run: progress, loss, ranks, last events. Ctrl-C ends the view, not the run."""
     from shoal.cli.top import show

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -76,11 +77,11 @@ def plan(
         asked = Options(on, pins or (), budget, device, allow or ())
         answer_for(job, assignments or [], asked, as_json, page)
         return
-    for option, value in (("--pin", pins), ("--allow", allow), ("--budget", budget), ("--html", page)):
-        if value:
-            raise UserError(f"{option} goes with --on: name a machine, such as --on 8xh100")
+    _only_with_on({"--pin": pins, "--allow": allow, "--budget": budget, "--html": page})
     given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]
     if not memory:
+        if (device, host) != (None, None):
+            raise UserError("--device and --host are of --memory: give it too, or --on, which takes --device")
         with imports(compiled=False):
             from shoal.cli.mesh_table import show_mesh
 
@@ -92,6 +93,12 @@ def plan(
     answer = ask(job, given, device, host)
     show(answer, as_json)
     raise typer.Exit(int(not answer.fits))
+
+
+def _only_with_on(given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise UserError(f"{option} goes with --on: name a machine, such as --on 8xh100")
 
 
 def _measure(path: Path, others: tuple[object, ...], nproc: int | None, as_json: bool) -> None:
