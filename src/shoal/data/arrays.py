@@ -125,6 +125,8 @@ def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3,
     if not os.path.exists(path):
         raise UserError(f"data.source = {source!r:.300}: no such file or folder (from {Path.cwd()})")
     if not path.is_dir():
+        if size is not None:
+            raise not_a_folder(size, source)
         arrays = _arrays(path)
         classes = int(arrays.answers.max()) + 1 if arrays.answer == "labels" else None
         return held_out(arrays, validation, seed, classes)
@@ -136,6 +138,13 @@ def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3,
     names = sorted(each.name for each in parts["train"].iterdir() if each.is_dir())
     train, other = (_folder(parts[name], names, channels, size) for name in ("train", beside[0]))
     return ArrayData(train, other, len(names))
+
+
+def not_a_folder(size: int, source: Any) -> UserError:
+    """The error of a size for what is no folder of images."""
+    return UserError(
+        f"data.size = {size} is of a folder of images, which data.source = {source!r:.100} is not: remove it"
+    )
 
 
 def held_out(whole: Samples, validation: float, seed: int, classes: int | None) -> ArrayData:

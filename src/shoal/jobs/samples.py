@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.data import ArrayData, Samples, held_out, open_arrays
+from shoal.data.arrays import not_a_folder
 from shoal.data.digits import CLASSES, digits
 from shoal.errors import UserError
 from shoal.jobs.config import Data, Job
@@ -45,11 +46,14 @@ def open_samples(job: Job) -> ArrayData:
             raise UserError(
                 f'data.{key} = {getattr(data, key)!r} is of text, which model.name = "{name}" does not read: remove it'
             )
+    made = isinstance(data.source, str) and data.source in ("digits", *GENERATED)
+    if data.size is not None and (made or not isinstance(data.source, str)):
+        raise not_a_folder(data.size, data.source)
     if isinstance(data.source, str) and data.source == "digits":
         return held_out(digits(), data.validation, job.train.seed, CLASSES)
     if isinstance(data.source, str) and data.source in GENERATED:
-        made = generated(data.source, seed=job.train.seed)
-        return held_out(made, data.validation, job.train.seed, GENERATED[data.source][2])
+        whole = generated(data.source, seed=job.train.seed)
+        return held_out(whole, data.validation, job.train.seed, GENERATED[data.source][2])
     if isinstance(data.source, str):
         channels = job.model.get("channels", 3)
         return open_arrays(
