@@ -392,6 +392,7 @@ def test_an_error_in_the_users_model_carries_the_shapes():
         ({"microbatch": 9}, "microbatch = 9: give 1 to global_batch (4)"),
         ({"precision": "bf61"}, 'Did you mean "bf16"?'),
         ({"dropout": "keyd"}, 'dropout = "keyd"'),
+        ({"plan": Plan(schedule="1f1bb")}, 'plan.schedule = "1f1bb" is none of gpipe'),
         ({"plan": Plan(dp=2)}, "needs pp 1 x dp 2 x cp 1 x tp 1 = 2 ranks, but 1 were started: dp = 1 works here"),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shoal.comm import Group, World
 from shoal.mesh import Mesh
+from shoal.pipeline import check_schedule
 from shoal.plan import Plan
 
 ENGINE = "engine"
@@ -55,7 +56,9 @@ class Ranks:
 
 
 def ranks(plan: Plan, world: World) -> Ranks:
-    """Meets the other ranks. Raises UserError where `plan` is for another number of them; all ranks call it alike."""
+    """Meets the other ranks. Raises UserError where `plan` is for another number of them, or has a schedule that there
+    is not; all ranks call it alike."""
+    check_schedule(plan)
     mesh, serial, number = Mesh(plan, world.rank, world.size), world.serial(ENGINE), world.take(ENGINE)
     found = map(mesh.peers, ("replicas", "parts", "stages", "stage"))
     replicas, parts, stages, stage = (world.group(_numbered(name, number), peers) for name, peers in found)

@@ -4,7 +4,15 @@ timed before anything runs; one interpreter runs them."""
 from shoal.pipeline.actions import Action, Kind, Schedule
 from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, kept, live_activations
-from shoal.pipeline.cut import cut_into_stages, delay, given_stages, samples_to_fill, schedule_of, steady
+from shoal.pipeline.cut import (
+    check_schedule,
+    cut_into_stages,
+    delay,
+    given_stages,
+    samples_to_fill,
+    schedule_of,
+    steady,
+)
 from shoal.pipeline.endless import Endless
 from shoal.pipeline.files import read_schedule, write_schedule
 from shoal.pipeline.find_routes import look
@@ -33,6 +41,7 @@ __all__ = [
     "Work",
     "balance",
     "check",
+    "check_schedule",
     "cut_into_stages",
     "delay",
     "given_stages",

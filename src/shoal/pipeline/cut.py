@@ -7,23 +7,32 @@ from functools import partial
 from pathlib import Path
 
 from shoal.comm import World
-from shoal.errors import UserError
+from shoal.errors import UserError, check_choice
 from shoal.mesh import Mesh
 from shoal.module.build import Built
 from shoal.pipeline.actions import Schedule
 from shoal.pipeline.files import read_schedule
 from shoal.pipeline.runner import Runner
-from shoal.pipeline.schedules import make_schedule
+from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.split import Split
 from shoal.pipeline.units import Stages, stages_of, units_of
 from shoal.plan import Plan, option_name, option_parameters
+
+FILE = "file"
+"""The name of a schedule that is read."""
+
+
+def check_schedule(plan: Plan) -> None:
+    """Raises UserError for a schedule that there is not, also where no pipeline would run it."""
+    name = option_name(plan.schedule, "schedule")
+    check_choice(f'plan.schedule = "{name}" is none of', name, [*SCHEDULES, FILE])
 
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     """Returns the plan's schedule for a step of `microbatches` on a rank. Raises UserError for a wrong name or
     parameter."""
     name, parameters = option_name(plan.schedule, "schedule"), option_parameters(plan.schedule)
-    if name == "file":
+    if name == FILE:
         return _from_file(plan, parameters, microbatches)
     takes = {"vertical_sync"} if name == "pipedream" else set() if name == "2bw" else {"chunks"}
     unknown = parameters.keys() - takes
