@@ -304,6 +304,8 @@ def test_a_last_checkpoint_that_fails_is_the_end_of_a_run(quick, make_job, alone
         ({"optimizer": "adamv"}, UserError, 'Did you mean "adam'),
         ({"optimizer": {"name": "sgd", "momentun": 0.9}}, UserError, 'Did you mean "momentum"?'),
         ({"optimizer": {"name": "sgd", "momentum": -1.0}}, UserError, "Invalid momentum"),
+        ({"optimizer": {"name": "sgd", "weight_decay": 0.1}}, UserError, "in [train]: give train.weight_decay"),
+        ({"optimizer": {"name": "sgd", "lr": 0.1}}, UserError, "in [train]: give train.lr"),
         ({"precision": "bf61"}, UserError, 'Did you mean "bf16"?'),
         ({"schedule": "cosin"}, UserError, 'Did you mean "cosine"?'),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, UserError, 'or schedule = "constant"'),
