@@ -23,6 +23,8 @@ SMALL = {"model": MODEL, "train": {"steps": 5}}
     [
         ("train", {"learning_rat": 1.0, "steps": 1}, 'unknown key "train.learning_rat"'),
         ("train", {"stepz": 1}, 'Did you mean "steps"?'),
+        ("train", {"steps": 1, "save_every": 5}, '"train.save_every" in the job. It is a key of [run]. Keys: steps'),
+        ("data", {"eval_every": 5}, '"data.eval_every" in the job. It is a key of [run] and [federated]. Keys:'),
         ("train", {"steps": 1, "lr": "fast"}, "train.lr in the job: expected a number, not the text 'fast'"),
         ("train", {"steps": 1.5}, "train.steps in the job: expected a whole number, not the number 1.5"),
         ("train", {"steps": True}, "train.steps in the job: expected a whole number, not true or false True"),

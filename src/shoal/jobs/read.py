@@ -214,7 +214,9 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
     hints = get_type_hints(SECTIONS[section])
     if key not in hints:
         known = [each.name for each in fields(SECTIONS[section])]
-        raise UserError(f'unknown key "{section}.{key}" in {where}.{did_you_mean(key, known)} Keys: {", ".join(known)}')
+        others = [f"[{other}]" for other, kind in SECTIONS.items() if key in get_type_hints(kind)]
+        hint = f" It is a key of {' and '.join(others)}." if others else did_you_mean(key, known)
+        raise UserError(f'unknown key "{section}.{key}" in {where}.{hint} Keys: {", ".join(known)}')
     if not fits(value, hints[key]):
         raise UserError(
             f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} "
