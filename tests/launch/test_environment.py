@@ -205,6 +205,12 @@ REFUSED = {
     "WORLD_SIZE without RANK": ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
     "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR and MASTER_PORT are not"),
     "no port": (without(PLAIN, "MASTER_PORT"), None, "MASTER_PORT is not. Set"),
+    "an address that is empty": (PLAIN | {"MASTER_ADDR": ""}, None, "MASTER_ADDR is not. Set"),
+    "an address of mpiexec that is empty": (MPICH | {"MASTER_ADDR": ""}, None, "does not know the host of rank 0"),
+    "an address of a pod that is empty": (POD | {"MASTER_ADDR": ""}, None, "does not know the host of rank 0"),
+    "a port too high": (PLAIN | {"MASTER_PORT": "99999"}, None, "MASTER_PORT=99999 is no port: they go to 65535"),
+    "a port of srun too high": (SLURM | {"MASTER_PORT": "99999"}, None, "MASTER_PORT=99999 is no port"),
+    "a port of a pod too high": (POD | {"MASTER_PORT": "99999"}, None, "MASTER_PORT=99999 is no port"),
     "rank too high": (PLAIN | {"RANK": "4"}, None, "RANK=4 must be below WORLD_SIZE=4"),
     "local rank too high": (TORCHRUN | {"LOCAL_RANK": "2"}, None, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
     "more local ranks than ranks": (

@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 from shoal.comm.address import host_port
 from shoal.errors import UserError
 from shoal.launch import kubernetes, mpi, slurm, tf_config
-from shoal.launch.identity import PLAIN, SINGLE, Identity, Names, meeting, number, numbers
+from shoal.launch.identity import PLAIN, SINGLE, Identity, Names, meeting, number, numbers, port_in
 
 SHOAL = Names("shoal run", "SHOAL_RANK", "SHOAL_SIZE", "SHOAL_LOCAL_RANK", "SHOAL_LOCAL_SIZE")
 RAY = "Ray"
@@ -99,14 +99,14 @@ def _from_shoal(environ: Mapping[str, str]) -> Identity:
 def _from_plain(environ: Mapping[str, str]) -> Identity:
     kubernetes.refuse_nodes(environ)
     found = numbers(PLAIN, environ)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and found.size > 1:
         raise UserError(
             f"RANK={found.rank} and WORLD_SIZE={found.size} are set but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
             "free port there."
         )
-    store_url = "" if missing else f"tcp://{environ['MASTER_ADDR']}:{number(environ, 'MASTER_PORT')}"
+    store_url = "" if missing else f"tcp://{environ['MASTER_ADDR']}:{port_in(environ, 'MASTER_PORT')}"
     agent_serves = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     marks = {"TORCHELASTIC_RUN_ID": "torchrun", "SHOAL_RAY": RAY}
     found = replace(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.errors import UserError
 
 DEFAULT_PORT = 29500  # torch's default; only for ranks that are all on one host, or have hosts of their own
+MOST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def meeting(found: Identity, store_url: str, rank0_serves: bool) -> Identity:
 
 def store_at(environ: Mapping[str, str], host: str, port: int) -> str:
     """Returns the URL of a store at MASTER_ADDR and MASTER_PORT, or else at `host` and `port`."""
-    return f"tcp://{environ.get('MASTER_ADDR', host)}:{number(environ, 'MASTER_PORT') or port}"
+    return f"tcp://{environ.get('MASTER_ADDR') or host}:{port_in(environ, 'MASTER_PORT') or port}"
 
 
 def numbers(names: Names, environ: Mapping[str, str]) -> Identity:
@@ -91,6 +92,14 @@ def numbers(names: Names, environ: Mapping[str, str]) -> Identity:
                 f"{high_name}={environ.get(high_name, high)}."
             )
     return Identity(rank, size, local_rank, local_size, "", 0, names.source)
+
+
+def port_in(environ: Mapping[str, str], name: str) -> int | None:
+    """Returns the port that a variable names; None where it is not set. Raises UserError for what is none."""
+    found = number(environ, name)
+    if found is not None and found > MOST_PORT:
+        raise UserError(f"{name}={found} is no port: they go to {MOST_PORT}.")
+    return found
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.errors import UserError
-from shoal.launch.identity import DEFAULT_PORT, Identity, Names, meeting, number, numbers
+from shoal.launch.identity import DEFAULT_PORT, Identity, Names, meeting, numbers, port_in
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _INDEXED = (Names("Kubernetes", _INDEX, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "MASTER_ADDR", "MASTER_PORT")
@@ -41,12 +41,12 @@ def identity(environ: Mapping[str, str]) -> Identity | None:
     else:
         return None
     found = numbers(names, environ)
-    if found.size > 1 and host not in environ:
+    if found.size > 1 and not environ.get(host):
         raise UserError(
             f"{names.rank}={found.rank}: rank {found.rank} of {found.size} does not know the host of rank 0. Set "
             f"{host} in the YAML to the name of the first pod: job-0.service, in a JobSet jobset-job-0-0.jobset."
         )
-    return meeting(found, f"tcp://{environ.get(host)}:{number(environ, port) or DEFAULT_PORT}", rank0_serves=True)
+    return meeting(found, f"tcp://{environ.get(host)}:{port_in(environ, port) or DEFAULT_PORT}", rank0_serves=True)
 
 
 def refuse_nodes(environ: Mapping[str, str]) -> None:

@@ -29,7 +29,7 @@ def identity(environ: Mapping[str, str]) -> Identity | None:
 def _identity(names: Names, environ: Mapping[str, str]) -> Identity:
     found = numbers(names, environ)
     one_host = found.local_size == found.size
-    if not one_host and "MASTER_ADDR" not in environ:
+    if not one_host and not environ.get("MASTER_ADDR"):
         raise UserError(
             f"{names.source}: rank {found.rank} of {found.size} does not know the host of rank 0. "
             f"Give it to every rank, e.g. MASTER_ADDR=$(hostname) MASTER_PORT={DEFAULT_PORT} before mpirun "
