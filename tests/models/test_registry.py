@@ -94,6 +94,8 @@ def test_bert_reads_masked_rows():
         ({"name": "mlp", "sizes": [4]}, "at least the inputs and the outputs"),
         ({"name": "mlp", "sizes": [4, 2], "task": "regresion"}, 'Did you mean "regression"?'),
         ({"name": "chess", "depth": 3}, "no settings; remove depth"),
+        ({"name": "mlp", "sizes": [4, 2], "loss": 5}, "loss = 5 is not a loss of Shoal"),
+        ({"name": "mlp", "sizes": [4, 2], "loss": "causal_lm"}, "reads arrays or images: classification or regression"),
         ({"name": "hf"}, "needs `config`"),
         ({"name": "hf", "config": 5}, "model.config = 5 of hf must be a JSON file"),
         ({"name": "hf", "config": {"model_type": ["llama"]}}, "is no causal language model"),

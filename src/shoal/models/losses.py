@@ -73,6 +73,8 @@ def regression(model: nn.Module, mb: Microbatch) -> LossResult:
     return error.square().sum(), torch.full((), targets.numel(), device=targets.device)
 
 
+OF_TEXT = (causal_lm, masked_lm)
+"""The losses that read rows of tokens; the others read inputs with one answer each."""
 LOSSES: dict[str, Loss] = {
     "causal_lm": causal_lm,
     "masked_lm": masked_lm,
@@ -83,9 +85,9 @@ LOSSES: dict[str, Loss] = {
 
 def find_loss(name: str) -> Loss:
     """Returns the loss of that name; an unknown one raises `UserError`."""
-    if name not in LOSSES:
+    if not isinstance(name, str) or name not in LOSSES:
         raise UserError(
-            f"loss = {name!r} is not a loss of Shoal ({', '.join(LOSSES)}).{did_you_mean(name, list(LOSSES))}"
+            f"loss = {name!r} is not a loss of Shoal ({', '.join(LOSSES)}).{did_you_mean(str(name), list(LOSSES))}"
         )
     return LOSSES[name]
 

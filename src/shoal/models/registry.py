@@ -17,7 +17,7 @@ from shoal.models.bert import Bert, BertConfig, MaskedTokens
 from shoal.models.checks import one_of
 from shoal.models.chess import chess_evaluator
 from shoal.models.gpt import GPT, GPTConfig
-from shoal.models.losses import Loss, find_loss
+from shoal.models.losses import LOSSES, OF_TEXT, Loss, find_loss
 from shoal.models.lstm import LSTM, LSTMConfig
 from shoal.models.mlp import MLP
 from shoal.models.presets import PRESETS, flops_per_token
@@ -76,7 +76,17 @@ def build(spec: Mapping[str, Any]) -> ModelSpec:
             f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}{of_transformers(str(name))}"
         )
     model = BUILDERS[name](settings)
-    return model if loss is None else replace(model, loss=find_loss(loss))
+    return model if loss is None else replace(model, loss=_given_loss(loss, model))
+
+
+def _given_loss(name: str, model: ModelSpec) -> Loss:
+    """Returns the loss of that name in place of the model's own. Raises UserError for one that reads other data."""
+    found = find_loss(name)
+    if (found in OF_TEXT) != (model.loss in OF_TEXT):
+        others = [each for each, loss in LOSSES.items() if (loss in OF_TEXT) == (model.loss in OF_TEXT)]
+        data = "text" if model.loss in OF_TEXT else "arrays or images"
+        raise UserError(f"loss = {name!r} is not for model {model.name!r}, which reads {data}: {' or '.join(others)}.")
+    return found
 
 
 def _gpt(settings: dict[str, Any]) -> ModelSpec:
