@@ -10,10 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from filelock import FileLock
 
 from shoal.comm import World
 from shoal.engine import Engine
 from shoal.jobs.config import Job
+from shoal.jobs.export import evaluate_run, generate_text
 from shoal.jobs.train import train
 from shoal.plan import Plan
 from tests.jobs.conftest import in_cache, losses_of, records_of
@@ -75,6 +77,21 @@ def test_an_update_under_a_plan_that_the_file_no_longer_has(quick, make_job, who
     train(job, {}, alone)
     assert [each.step for each in records_of(job).steps] == [1, 2, 3, 4, 5, 6] and not records_of(job).warnings
     assert losses_of(job) == pytest.approx(losses_of(whole), rel=1e-10)
+
+
+def test_what_reads_a_run_leaves_its_disk_alone(quick, make_job, whole, alone, tmp_path, capsys):
+    """Also while another process trains there, and between a kill and the attempt that goes on from the update."""
+    plan = Plan(memory={"disk": str(tmp_path / "disk")})
+    job = replace(make_job(run={"save_every": 2}, precision="fp64"), plan=plan)
+    kill_after(3, 1, job)
+    with FileLock(tmp_path / "disk" / "rank-0" / "lock"):
+        found = evaluate_run(tmp_path / "run")[0]
+        assert generate_text(tmp_path / "run", "1 + ", tokens=2) is not None
+    assert found.loss > 0 and capsys.readouterr().err == ""
+    train(job, {}, alone)
+    assert "resumed from step 3, the last update on the disk of plan.memory" in capsys.readouterr().out
+    assert losses_of(job) == pytest.approx(losses_of(whole), rel=1e-10)
+    assert evaluate_run(tmp_path / "run")[0].loss == pytest.approx(records_of(job).evals[-1].loss, rel=1e-12)
 
 
 def test_an_update_that_cannot_be_taken_over_is_told(quick, make_job, alone, tmp_path):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shoal.comm import World
 from shoal.data import ByteTokenizer, Tokenizer, load_tokenizer
@@ -21,7 +25,7 @@ from shoal.jobs.names import TOKENIZER, checkpoints_in
 from shoal.jobs.read import load_job
 from shoal.jobs.samples import DEFAULT
 from shoal.models import ModelSpec, build
-from shoal.plan import Plan
+from shoal.plan import Option, Plan
 from shoal.training.evaluation import Evaluation
 
 _RESOLVED = "by --job the resolved.toml of the run that made the checkpoint, which has every value"
@@ -81,14 +85,23 @@ def open_trained(path: Path, job_file: Path | None = None) -> Trained:
         if job_file is None:
             raise
         raise UserError(f"--job {job_file}: {error} Give {_RESOLVED}") from error
-    alone = replace(job, train=train, plan=Plan(memory=job.plan.memory))
-    engine = make_engine(alone, model, job.train.steps, World.single())
+    alone = replace(job, train=train, plan=Plan(memory=_of_the_device(job.plan.memory)))
+    without_state = partial(torch.optim.SGD, lr=train.lr)  # nothing is trained
+    engine = make_engine(alone, model, job.train.steps, World.single(), optimizer=without_state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is used from here on")  # nothing is trained
         engine.load(checkpoints_in(path))
     beside = (run_dir, path, None if job_file is None else job_file.parent)
     kept = (each / TOKENIZER for each in beside if each is not None)
     return Trained(job, model, engine, path, run_dir, next((each for each in kept if each.is_dir()), None))
+
+
+def _of_the_device(memory: Option | None) -> Option | None:
+    """Returns the budget of the device alone. The disk is the run's own, which may train, or go on from an update that
+    lies there."""
+    if not isinstance(memory, Mapping):
+        return memory
+    return {key: value for key, value in memory.items() if key not in ("host", "disk")}
 
 
 def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Path:
