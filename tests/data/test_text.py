@@ -60,3 +60,15 @@ def test_where_the_cache_is(books, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / ".cache" / "shoal"
+
+
+@pytest.mark.fast
+def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch):
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(UserError, match="XDG_CACHE_HOME to a directory"):
+        default_cache_dir()

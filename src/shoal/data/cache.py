@@ -24,8 +24,13 @@ LOOK = 1.0
 
 
 def default_cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/shoal`, or `~/.cache/shoal`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+    """Returns `$XDG_CACHE_HOME/shoal`, or `~/.cache/shoal`. Raises UserError for a user without a home."""
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "shoal"
+    try:
+        return Path.home() / ".cache" / "shoal"
+    except RuntimeError as error:  # a user without a name, as containers have them
+        raise UserError(f"no cache for data: {error} Set HOME, or XDG_CACHE_HOME to a directory") from error
 
 
 def fingerprint_of(*parts: object) -> str:
