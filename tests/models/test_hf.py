@@ -132,12 +132,32 @@ def test_config_comes_from_a_file_a_directory_or_a_table(tmp_path):
         (CONFIGS["llama"], {"hiden_size": 64}, 'Did you mean "hidden_size"?'),
         ({**CONFIGS["llama"], "quantization_config": {"bits": 4}}, {}, "quantization_config"),
         ("no/such.json", {}, "no/such.json cannot be read"),
+        (CONFIGS["llama"], {"hidden_size": "wide"}, "The configuration of the llama is refused by transformers"),
+        (CONFIGS["llama"], {"vocab_size": "many"}, "The configuration of the llama is refused by transformers"),
+        (CONFIGS["llama"], {"hidden_size": 33}, "The configuration of the llama is refused by transformers"),
     ],
 )
 def test_a_wrong_configuration_is_explained(config, overrides, message):
     with pytest.raises(UserError) as error:
         from_config(config, **overrides)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_act": "nothing"}, {"hidden_size": -32, "head_dim": 8}, {"intermediate_size": -1}]
+)
+def test_sizes_that_make_no_model_are_explained(wrong):
+    factory = from_config({**CONFIGS["llama"], **wrong})
+    for device in ("meta", "cpu"):
+        with pytest.raises(UserError, match="transformers makes no llama of this configuration"), torch.device(device):
+            factory()
+
+
+def test_a_model_without_attention_is_counted_by_its_matrices():
+    config = {"model_type": "mamba", "vocab_size": 61, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+    spec = build({"name": "hf", "config": config})
+    matrices = sum(each.numel() for each in spec.factory().parameters() if each.dim() >= 2)
+    assert spec.flops_per_token(8) == spec.flops_per_token(99) == 6 * matrices
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list")])

@@ -49,13 +49,16 @@ def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
     """Returns a function from the length of a row to the FLOPs of one of its tokens, forward and backward.
 
     6 N + 12 L W T as in `presets.flops_per_token` (W: the width of all query heads), where N counts the matrices that a
-    token passes: the head but not the embedding, and of a mixture of experts those it is routed to. The model is built
-    on the meta device to count them, when they are first asked for.
+    token passes: the head but not the embedding, and of a mixture of experts those it is routed to. A model without
+    attention, such as a mamba, has the first term alone. The model is built on the meta device to count them, when they
+    are first asked for.
     """
     text: Any = config.get_text_config()
-    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    heads = getattr(text, "num_attention_heads", None)
+    each = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    attention = 12.0 * text.num_hidden_layers * heads * each if heads else 0.0
     weights = cache(partial(_weights_passed, config))
-    return lambda sequence: 6.0 * weights() + 12.0 * text.num_hidden_layers * width * sequence
+    return lambda sequence: 6.0 * weights() + attention * sequence
 
 
 def _weights_passed(config: PretrainedConfig) -> float:
@@ -64,11 +67,13 @@ def _weights_passed(config: PretrainedConfig) -> float:
         model: Any = build_model(config)
     text: Any = config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    share = text.num_experts_per_tok / experts if experts else 1.0
+    routed = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+    share = routed / experts if experts and routed else 1.0
     matrices = [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() >= 2]
     weights = sum(parameter.numel() * (share if ".experts." in name else 1.0) for name, parameter in matrices)
-    if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
-        weights -= model.get_input_embeddings().weight.numel()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
+        weights -= embedding.weight.numel()
     if text.model_type == "gpt2":
         weights -= text.n_positions * text.n_embd
     return weights
@@ -175,34 +180,55 @@ def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Pretrain
     # A smaller vocabulary than the published one leaves the published ids of special tokens outside of it.
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = fields.get(token, getattr(known, token, None))
-        if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
+        ids = fields.get("vocab_size")
+        if isinstance(value, int) and isinstance(ids, int) and value >= ids:
             fields[token] = None
     try:
         return transformers.AutoConfig.for_model(model_type, **fields)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # each of transformers' configurations checks itself in its own way
         raise UserError(f"The configuration of the {model_type} is refused by transformers: {error}") from error
 
 
 def build_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Returns the model of `config` as `from_config` describes; `config` stays as it is."""
+    """Returns the model of `config` as `from_config` describes; `config` stays as it is. Raises UserError for sizes of
+    which transformers makes no model."""
     config, _, attention = _for_training(config)
-    return _transformers().AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-    )
+    with _explained(config):
+        return _transformers().AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
 
 
 def load_model(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns the model of `config` with `weights`, named as published, and transformers' report on mismatches."""
+    """Returns the model of `config` with `weights`, named as published, and transformers' report on mismatches. Raises
+    UserError as `build_model` does."""
     config, model_class, attention = _for_training(config)
-    return model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=torch.float32,
-        attn_implementation=attention,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with _explained(config):
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+
+
+@contextmanager
+def _explained(config: PretrainedConfig) -> Iterator[None]:
+    """What transformers' modules raise for sizes that make no model, such as no heads, becomes a UserError."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"transformers makes no {config.model_type} of this configuration ({type(error).__name__}: {error}): check "
+            "its sizes"
+        ) from error
+    except RuntimeError as error:
+        if "negative dimension" not in str(error):
+            raise
+        raise UserError(f"transformers makes no {config.model_type} of this configuration: {error}") from error
 
 
 def _for_training(config: PretrainedConfig) -> tuple[PretrainedConfig, Any, str]:

@@ -238,7 +238,7 @@ def _adapted(build: Callable[[], nn.Module], settings: dict[str, Any], base: str
     model.name_or_path = base or ""
     try:
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    except ValueError as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"model.lora = {settings!r} does not go with a {type(model).__name__}: {error}") from error
 
 
