@@ -117,7 +117,6 @@ def test_help_lists_the_commands(shoal):
         (["demo", "--dir", "{job}"], "Give another --dir"),
         (["train", "{job}", "--nproc", "1", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
         (["train", "{job}", "--nproc", "2", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
-        (["train", "{job}", "--nodes", "1:2", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),
         (["generate", "/nowhere", "--prompt", "a"], "no such directory: /nowhere"),
