@@ -29,6 +29,7 @@ CONFIGS = {
     "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 8},
     "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 4},
 }
+FULL = "full_attention"
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -158,6 +159,13 @@ def test_a_model_without_attention_is_counted_by_its_matrices():
     spec = build({"name": "hf", "config": config})
     matrices = sum(each.numel() for each in spec.factory().parameters() if each.dim() >= 2)
     assert spec.flops_per_token(8) == spec.flops_per_token(99) == 6 * matrices
+
+
+def test_layers_of_several_widths_are_counted_each():
+    config = CONFIGS["llama"] | {"model_type": "gemma4_text", "head_dim": 8, "layer_types": ["sliding_attention", FULL]}
+    config |= {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61}
+    wide, even = (flops_per_token(config_of({**config, "global_head_dim": width})) for width in (16, 8))
+    assert wide(9) - wide(8) == 12 * (4 * 8 + 4 * 16) and even(9) - even(8) == 12 * 2 * 4 * 8
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list")])

@@ -54,11 +54,17 @@ def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
     are first asked for.
     """
     text: Any = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    each = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    attention = 12.0 * text.num_hidden_layers * heads * each if heads else 0.0
+    count = getattr(text, "num_hidden_layers", 0)  # not of a model that has several stacks of them
+    layers = getattr(text, "per_layer_config", [text] * count) if count else []
+    attention = 12.0 * sum(map(_width_of_heads, layers))
     weights = cache(partial(_weights_passed, config))
     return lambda sequence: 6.0 * weights() + attention * sequence
+
+
+def _width_of_heads(layer: Any) -> int:
+    """The width of all query heads of a layer; 0 where it has none."""
+    heads = getattr(layer, "num_attention_heads", None)
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads) if heads else 0
 
 
 def _weights_passed(config: PretrainedConfig) -> float:
@@ -184,9 +190,11 @@ def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Pretrain
         if isinstance(value, int) and isinstance(ids, int) and value >= ids:
             fields[token] = None
     try:
-        return transformers.AutoConfig.for_model(model_type, **fields)
+        config = transformers.AutoConfig.for_model(model_type, **fields)
+        config.get_text_config()  # which some have several of
     except Exception as error:  # each of transformers' configurations checks itself in its own way
         raise UserError(f"The configuration of the {model_type} is refused by transformers: {error}") from error
+    return config
 
 
 def build_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -223,7 +231,7 @@ def _explained(config: PretrainedConfig) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"transformers makes no {config.model_type} of this configuration ({type(error).__name__}: {error}): check "
-            "its sizes"
+            "its values"
         ) from error
     except RuntimeError as error:
         if "negative dimension" not in str(error):
