@@ -33,7 +33,7 @@ pytestmark = pytest.mark.fast
             "plan.shard = 4: that many of dp = 6 ranks share one copy of the state, so it is one of [1, 2, 3, 6]",
         ),
         ({"dp": 6, "shard": 3}, "plan.shard = 3 with plan.zero = 0: nothing is sharded"),
-        ({"zero": 4}, "plan.zero = 4 is not implemented yet (ZeRO sharding)"),
+        ({"zero": 4}, "plan.zero = 4 (ZeRO sharding) is not one of 0, 1, 2, 3"),
         ({"recompute": 3}, "plan.recompute = 3: give a name, or a table"),
         ({"exchange": 3}, "plan.exchange = 3: give a name, or a table"),
         ({"compile": 1.5}, "plan.compile = 1.5: give true, false or"),
@@ -80,6 +80,8 @@ def test_degrees_must_multiply_to_the_ranks():
         Mesh(Plan(dp=2), 0, 4)
     with pytest.raises(UserError, match=r"started: tp = 2 of a model that can be cut so$"):
         Mesh(Plan(tp=4), 0, 2)
+    with pytest.raises(UserError, match=r"but 1 were started: tp = 1 works here$"):
+        Mesh(Plan(tp=2), 0, 1)
 
 
 def test_coordinates_of_a_grid_worked_by_hand():

@@ -163,7 +163,8 @@ def _remedy(plan: Plan, size: int) -> str:
             if degree and not rest and replace(plan, **{axis: degree}).size == size:
                 fits[axis] = f"{axis} = {degree}"
     if fits:
-        always = [f"{fits.pop('dp')} works here"] if "dp" in fits else []
+        whole = [fits.pop(axis) for axis in tuple(fits) if axis == "dp" or fits[axis].endswith("= 1")]
+        always = [f"{' or '.join(whole)} works here"] if whole else []
         cut = [f"{' or '.join(fits.values())} of a model that can be cut so"] if fits else []
         return ", or ".join(always + cut)
     inner = plan.size // plan.dp

@@ -95,7 +95,7 @@ class Plan:
             value = getattr(self, field)
             if value not in only:
                 known = ", ".join(map(repr, only))
-                raise UserError(f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {known}")
+                raise UserError(f"plan.{field} = {value!r} ({what}) is not one of {known}")
 
     def check_groups(self) -> None:
         """Raises UserError where `ep` or `shard` do not divide the ranks along dp and cp evenly."""
