@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -38,6 +39,39 @@ def test_attributes_refer_to_the_parameters_and_buffers_that_are_trained(ready):
     engine.close()
 
 
+class Looks(nn.Module):
+    """Has views of its weight, by the side of which it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.seen, self.turned = [self.inner.weight.detach()], self.inner.weight.data[1:].t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 0.5 * x @ self.seen[0] + (x @ self.turned).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_views_of_parameters_are_of_those_that_are_trained(ready):
+    """They were of what the weights had been at first."""
+    engine = trains(Looks() if ready else Looks)
+    plain = Looks()
+    with torch.no_grad():
+        for name, value in plain.named_parameters():
+            value.copy_(engine.parameters[name])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    data = [{"inputs": torch.ones(3) * i, "targets": torch.ones(3)} for i in range(4)]
+    for batch in engine.batches(data, steps=4):
+        total, count = regression(plain, batch.load(batch.ids))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        engine.step(batch)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(engine.parameters[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
+    engine.close()
+
+
 class Tail(nn.Module):
     """A head on an encoder that others may have, too."""
 
@@ -49,7 +83,7 @@ class Tail(nn.Module):
         return self.head(self.encoder(x).tanh())
 
 
-def trains(model: nn.Module) -> Engine:
+def trains(model: nn.Module | Callable[[], nn.Module]) -> Engine:
     sgd = partial(torch.optim.SGD, lr=0.1)
     return Engine(model, regression, sgd, global_batch=4, world=World.single("cpu"))
 

@@ -20,6 +20,8 @@ from shoal.precision import Precision
 
 _adopted: MutableMapping[Tensor, weakref.ref[Chunk]] = WeakTensorKeyDictionary()
 """The chunk of each parameter that is trained."""
+Places = dict[int, list[tuple[Tensor, nn.Parameter]]]
+"""The tensors that were built, with the parameters made of them, by the storage in which they lie."""
 
 
 def check_free(module: nn.Module) -> None:
@@ -51,6 +53,7 @@ def adopt(
         for part in chunk.owned.slots:
             owned[part.name].append(part)
     adopted: dict[int, nn.Parameter] = {}
+    places: Places = {}
     by_name: dict[str, nn.Parameter] = {}
     with torch.no_grad():
         for name, built in list(module.named_parameters(remove_duplicate=False)):
@@ -67,11 +70,13 @@ def adopt(
                 _adopted[parameter] = weakref.ref(chunk)
                 _take_over_hooks(parameter, built)
                 adopted[id(built)] = by_name[name] = parameter
+                if not chunk.passes:
+                    places.setdefault(built.untyped_storage()._cdata, []).append((built, parameter))
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, adopted[id(built)])
         for chunk in chunks:
             chunk.publish()
-        _adopt_other_tensors(module, value, precision, device, adopted)
+        _adopt_other_tensors(module, value, precision, device, adopted, places)
     return by_name
 
 
@@ -136,11 +141,13 @@ def _adopt_other_tensors(
     precision: Precision,
     device: torch.device,
     adopted: Mapping[int, nn.Parameter],
+    places: Places,
 ) -> None:
     """Makes buffers real, and tensors that the constructor kept as plain attributes; one tensor in several places stays
     one.
 
-    `adopted`: the parameters by the `id` of those that were built, for attributes that refer to them.
+    `adopted`: the parameters by the `id` of those that were built, for attributes that refer to them. `places`: for
+    those that are a view of one.
     """
     buffers: dict[tuple[int, torch.dtype], Tensor] = {}
     for prefix, owner in module.named_modules():
@@ -156,8 +163,9 @@ def _adopt_other_tensors(
             empty = isinstance(attribute, dict) and not attribute  # as most dicts of hooks are
             if of_torch or empty:
                 continue
-            if any(isinstance(leaf, FakeTensor) or id(leaf) in adopted for leaf in tree_leaves(attribute)):
-                real = partial(_real, f"{prefix}.{name}".lstrip("."), value, device, adopted)
+            leaves = [leaf for leaf in tree_leaves(attribute) if isinstance(leaf, Tensor)]
+            if any(isinstance(leaf, FakeTensor) or id(leaf) in adopted or _part(leaf, places) for leaf in leaves):
+                real = partial(_real, f"{prefix}.{name}".lstrip("."), value, device, adopted, places)
                 vars(owner)[name] = tree_map_only(Tensor, real, attribute)
         if isinstance(owner, nn.RNNBase):
             owner.flatten_parameters = _stay_in_the_chunk  # type: ignore[method-assign]
@@ -168,11 +176,28 @@ def _real(
     value: Callable[[str, Tensor], Tensor],
     device: torch.device,
     adopted: Mapping[int, nn.Parameter],
+    places: Places,
     tensor: Tensor,
 ) -> Tensor:
     """Makes the plain attribute `name`, a `tensor` of the built module, real."""
     if id(tensor) in adopted:
         return adopted[id(tensor)]
+    if (part := _part(tensor, places)) is not None:
+        parameter, offset = part
+        return parameter.detach().as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + offset)
     if any(tensor is each for each in adopted.values()):  # a module has followed its parameters by itself
         return tensor
     return value(name, tensor).to(device) if isinstance(tensor, FakeTensor) else tensor
+
+
+def _part(tensor: Tensor, places: Places) -> tuple[nn.Parameter, int] | None:
+    """Returns the parameter of whose built tensor this one is a view without a gradient, and where it begins in that;
+    None where there is none."""
+    if tensor.layout != torch.strided or tensor.requires_grad or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    for built, parameter in places.get(tensor.untyped_storage()._cdata, ()):
+        offset = int(tensor.storage_offset() - built.storage_offset())
+        if tensor.dtype == built.dtype and built.is_contiguous() and offset >= 0 and offset + last < built.numel():
+            return parameter, offset
+    return None
