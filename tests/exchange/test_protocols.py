@@ -439,6 +439,10 @@ def test_an_island_updates_as_one_and_meets_the_others_as_one():
     islands = simulate_world(4, train, {"name": "islands", "ranks": 2, "inside": "allreduce", "across": outer}, 8)
     alone = simulate_world(2, train, outer, 8)
     assert islands[0].losses == islands[1].losses and islands[2].losses == islands[3].losses
+    option = {"name": "islands", "ranks": 2, "inside": "allreduce", "across": outer}
+    clipped = simulate_world(2, partial(train, clip_value=1e-3), option, 8)[0]
+    of_all = simulate_world(2, partial(train, clip_value=1e-3), "allreduce", 8)[0]
+    assert clipped.losses == pytest.approx(of_all.losses, rel=1e-5), "the one island there is clips as a run without"
     for of_island, of_one in ((islands[0], alone[0]), (islands[3], alone[1])):
         assert of_island.losses == pytest.approx(of_one.losses, rel=1e-5)
         for name, value in of_one.weights.items():

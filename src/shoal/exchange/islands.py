@@ -73,6 +73,10 @@ class Islands(Composed):
     def partners(self) -> Group:
         return self._inside.partners
 
+    @property
+    def updates_itself(self) -> bool:
+        return self._inside.updates_itself
+
     def drifts(self, step: int) -> bool:
         return self._across.drifts(step)
 
