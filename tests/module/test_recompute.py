@@ -19,6 +19,8 @@ from shoal.models import GPT, MLP, GPTConfig, causal_lm, regression
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
 from shoal.module.compiling import recomputable
 from shoal.module.recompute import Recompute
+from shoal.pipeline.arrived import Box
+from shoal.pipeline.split_backward import input_half, weight_half
 from tests.exchange import teacher
 from tests.parity.cases import text
 
@@ -213,6 +215,37 @@ def test_a_graph_that_is_kept_gives_its_gradient_again(option):
     weights = list(blocks.parameters())
     for one, other in zip(*(torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2)), strict=True):
         assert torch.equal(one, other)
+
+
+class Counted(nn.Module):
+    """Two layers and a norm: three places where a backward in halves starts again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other, self.calls = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.other(self.one(self.norm(x)).tanh())
+
+
+@pytest.mark.parametrize("option", ["full", "selective"])
+def test_each_half_of_a_backward_computes_a_block_again_once(option):
+    blocks = nn.Sequential(*(Counted() for _ in range(2)))
+    x = torch.randn(3, 4)
+    blocks(x).square().sum().backward()
+    whole = [parameter.grad for parameter in blocks.parameters()]
+    blocks.zero_grad()
+    Recompute(list(blocks), option)
+    calls = [block.calls for block in blocks]
+    box = Box(x)
+    _, starts = input_half([blocks(box.tensor).square().sum()], [None], [box])
+    assert len(starts) > 2 * len(blocks), "several starts a block"
+    assert [block.calls - before for block, before in zip(blocks, calls, strict=True)] == [2, 2]
+    weight_half(starts)
+    assert [block.calls - before for block, before in zip(blocks, calls, strict=True)] == [3, 3]
+    for parameter, grad in zip(blocks.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
 
 
 @cache

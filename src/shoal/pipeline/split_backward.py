@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.checkpoint import GraphExecGroup
 
 from shoal.pipeline.arrived import Box
 
@@ -91,9 +92,14 @@ def input_half(
 
 
 def weight_half(starts: Sequence[Start]) -> None:
-    """Runs the second half: adds the gradients from `starts` to their weights, once per weight."""
+    """Runs the second half: adds the gradients from `starts` to their weights, once per weight.
+
+    What `plan.recompute` computes again is computed once for all starts, but for those whose weights have several:
+    these may go through a node twice, which torch refuses in one group.
+    """
     sums: dict[Tensor, Tensor] = {}
     uses = Counter(weight for start in starts for weight in start.weights)
+    together = GraphExecGroup()
     for start in starts:  # one by one: a joint backward would pass from one start through the inputs to the next
         if any(uses[weight] > 1 for weight in start.weights):
             for weight, grad in _step(start):
@@ -101,7 +107,8 @@ def weight_half(starts: Sequence[Start]) -> None:
         elif _variable(start.edges[0].node) is not None:
             torch.autograd.backward(start.weights, start.grads)
         else:
-            torch.autograd.backward(start.edges, start.grads, inputs=start.weights, retain_graph=True)
+            with together:
+                torch.autograd.backward(start.edges, start.grads, inputs=start.weights, retain_graph=True)
     if sums:
         torch.autograd.backward(list(sums), list(sums.values()))
 
