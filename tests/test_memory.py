@@ -421,6 +421,25 @@ def test_the_share_is_of_storages_however_often_they_are_saved(monkeypatch):
     assert sent == [32_000, 16_000, 16_000, 16_000]
 
 
+def test_forwards_of_a_pipeline_have_their_share_each(monkeypatch):
+    """Several microbatches go forward before the first comes back: of each of them but the first half goes."""
+    monkeypatch.setattr(saved, "WORTH", 256)
+    lane = Lane(torch.device("cpu"))
+    on_host, sent, under_way = saved.OnHost(0.5, lane, Tier("host"), None), [], []
+    for microbatch in range(5):
+        before = on_host.bytes_out
+        under_way.append([on_host.save(torch.arange(1000.0)) for _ in range(8)])
+        on_host.forward_is_over()
+        sent.append(on_host.bytes_out - before)
+        if microbatch >= 2:  # three are under way
+            for each in reversed(under_way.pop(0)):
+                if each is not None:
+                    on_host.restore(each, torch.device("cpu"), True)
+            on_host.begin()
+    lane.close()
+    assert sent == [32_000, 16_000, 16_000, 16_000, 16_000]
+
+
 class ChangesWhatItHasUsed(torch.nn.Module):
     def __init__(self):
         super().__init__()

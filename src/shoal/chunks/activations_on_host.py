@@ -70,19 +70,24 @@ class OnHost:
         self._last: weakref.ref[Away] | None = None
         self._all: int | None = None
         self._so_far = 0
+        self._is_first = True  # no backward is over yet
         self._stands_for: Tensor | None = None
         self._leaving: deque[tuple[Ticket, Tensor, Tensor, int]] = deque()  # counted on the device until they have gone
         self._in_use: list[Tensor] = []  # of the node of the graph that runs now
         self.bytes_out = self.bytes_in = 0
 
-    def begin(self) -> None:
-        """Begins another microbatch: a backward is over."""
-        self._stands_for = None
+    def forward_is_over(self) -> None:
+        """Ends a microbatch's forward: in a pipeline another one may come before its backward."""
         if self._so_far:
             self._all, self._so_far = max(self._all or 0, self._so_far), 0  # the last batch may be short
         self._known.clear()
-        self._in_use.clear()
         self._last = None
+
+    def begin(self) -> None:
+        """Begins another microbatch: a backward is over."""
+        self.forward_is_over()
+        self._is_first, self._stands_for = self._is_first and self._all is None, None
+        self._in_use.clear()
 
     def _let_go(self, at_most: int) -> None:
         """Frees the device memory of what has arrived, and waits until at most `at_most` are on their way."""
@@ -139,8 +144,9 @@ class OnHost:
         `first`: the first that a node of the graph asks for; what the node before it used may go.
         """
         self._let_go(0)
-        if self._all is None and self._stands_for is None:  # takes the memory of what stays from the next microbatch on
-            self._stands_for = torch.empty(round((1 - self._share) * self._so_far), dtype=torch.uint8, device=device)
+        if self._is_first and self._stands_for is None:  # takes the memory of what stays from the next microbatch on
+            left = round((1 - self._share) * (self._all or self._so_far))
+            self._stands_for = torch.empty(left, dtype=torch.uint8, device=device)
             if self._count is not None:
                 self._count.keep(self._stands_for)
         if first:

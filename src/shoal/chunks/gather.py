@@ -119,8 +119,9 @@ class Gather:
             self._show(self.executor.active or bool(self._all_there))
 
     def left(self) -> None:
-        """Ends a forward in the middle of modules: an exception that no hook sees has ended it."""
+        """Ends a stage's forward, in the middle of modules: an exception that no hook sees has ended it."""
         del self._running[1:]
+        self._saved.forward_is_over()
 
     def begin(self, kind: Hashable) -> None:
         """Begins a pass that is no block of code: forwards `watching` and backwards, until `end` or `abandon`."""

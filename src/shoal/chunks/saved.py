@@ -73,6 +73,11 @@ class SavedTensors:
         finally:
             self._watches = before
 
+    def forward_is_over(self) -> None:
+        """Counts what the next forward saves by itself."""
+        if self._on_host is not None:
+            self._on_host.forward_is_over()
+
     def backward_is_over(self) -> None:
         """Forgets the node of the graph that ran last."""
         self._node, self._of_node = None, frozenset()
