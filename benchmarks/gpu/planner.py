@@ -127,9 +127,11 @@ def times(arguments: argparse.Namespace, record: Record) -> None:
         ]
         done = list(trained(cases, folder / "cache", arguments))
         teachers = [done[place - 1] for place in range(len(done))]
+        table: list[dict[str, Any]] = []
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-            table = list(pool.map(lambda *pair: row(*pair, folder / "cache", arguments.machine), done, teachers))
-    record.keep(table=table)
+            for line in pool.map(lambda *pair: row(*pair, folder / "cache", arguments.machine), done, teachers):
+                table.append(line)
+                record.keep(table=table)
     show(table, arguments)
     if len(done) < len(cases):
         raise SystemExit(1)

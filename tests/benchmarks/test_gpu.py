@@ -287,6 +287,21 @@ def test_jobs_of_the_planner_are_what_shoal_reads(tmp_path, kind):
     assert (job.plan.compile, job.plan.recompute) == (kind == "compiled", "full" if kind == "full" else "none")
 
 
+def test_the_planner_keeps_each_row_as_it_comes(tmp_path, monkeypatch):
+    def row(case, *_):
+        if case.kind == "full":
+            raise KeyError(case.name)
+        return {"case": case.name}
+
+    monkeypatch.setattr(planner, "trained", lambda cases, *_: iter(cases))
+    monkeypatch.setattr(planner, "row", row)
+    arguments = given(tmp_path, preset="1m", kinds="plain,full", tokens=512, steps=3, machine=None)
+    arguments.directory = tmp_path
+    with pytest.raises(KeyError), records.Record("some", arguments) as record:
+        planner.times(arguments, record)
+    assert json.loads((tmp_path / "some.json").read_text())["table"] == [{"case": "1m, plain"}]
+
+
 def test_groups_of_training_are_measured():
     table = train.measure_groups(TINY, 2, "cpu", 1, 1, False, 1e9)
     plain = [row for row in table if row["contender"].startswith("plain loop")]
