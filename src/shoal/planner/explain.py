@@ -11,7 +11,7 @@ from shoal.errors import UserError
 from shoal.planner.cluster import Host, Link
 from shoal.planner.profile import Cut, Profile, deepened
 from shoal.planner.search import Search
-from shoal.planner.task import NAMES, TERMS, Estimate, Found, Task
+from shoal.planner.task import EXACT, NAMES, TERMS, Estimate, Found, Task
 
 GB = 10**9
 MOST = 1 << 12
@@ -117,11 +117,14 @@ def bought(task: Task, chosen: Estimate) -> dict[str, float]:
 
 
 def fits(task: Task) -> bool:
-    """Whether any choice fits: those that need least are asked first."""
-    search = Search(replace(task, recompute=("full",), schedules=(("1f1b", 1),)))
+    """Whether any choice fits: those that need least are asked first. Rows of a forward are as few as can be; what is
+    compiled, and how replicas agree, changes no memory that is counted."""
+    rows = task.microbatch or 1
+    asked = replace(task, microbatch=rows, compiled=False, exchanges=(EXACT,))
+    search = Search(replace(asked, recompute=("full",), schedules=(("1f1b", 1),)))
     for spread in reversed(search.spreads()):
         for choice in search.choices(spread):
-            if choice.microbatch > (task.microbatch or 1) or choice.zero < min(3, 3 * (spread.replicas > 1)):
+            if choice.microbatch > rows or choice.zero < min(3, 3 * (spread.replicas > 1)):
                 continue
             if search.fits(search.estimate(choice)):
                 return True
