@@ -89,6 +89,20 @@ def test_by_hand():
     assert [each.chunks for each in choice.candidates if each.chunk_bytes == 4 * 2**20] == [2]
 
 
+def test_pages_of_an_update_on_the_device_are_in_use_too():
+    """Three pages of a master and two moments for each element of a stretch, here half of a chunk."""
+    key = ChunkKey(torch.bfloat16, "dp", 0, True)
+    parameters = [(f"w{place}", torch.Size([64, 64]), key) for place in range(200)]
+    plain, turns = (search(parameters, 2, 4, in_turn=each) for each in (0, 36))
+    for one, other in zip(plain.candidates, turns.candidates, strict=True):
+        largest = one.in_use // AT_A_TIME // (2 + 4)
+        assert other.in_use - one.in_use == 36 * largest // 2
+    assert turns.best.chunk_bytes <= plain.best.chunk_bytes
+    budget = 2 * plain.best.in_use
+    assert search(parameters, 2, 4, budget=budget).best.in_use <= SHARE * budget
+    assert search(parameters, 2, 4, budget=budget, in_turn=36).best.chunk_bytes < plain.best.chunk_bytes
+
+
 def test_a_small_budget_takes_small_chunks():
     key = ChunkKey(torch.float32, "dp", 0, True)
     parameters = [(f"w{place}", torch.Size([64, 64]), key) for place in range(100)]

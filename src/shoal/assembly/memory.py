@@ -25,7 +25,7 @@ from shoal.exchange import Algorithm
 from shoal.exchange.apart import with_variants
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.module.stand_in import forget_parts
-from shoal.optim.groups import needs_whole_parameters, small_optimizer
+from shoal.optim.groups import needs_whole_parameters, small_optimizer, state_keys
 from shoal.optim.tiers.pager import Pager
 from shoal.precision import Precision
 
@@ -96,7 +96,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
         (parts.rank, parts.size),
         not local.flushes,
     )
-    sized = storage.chunk_bytes(exchange, maker, keeping.shards, precision.grad.itemsize)
+    sized = storage.chunk_bytes(exchange, maker, keeping.shards, precision, partial(state_keys, optimizer, options))
     gradient_bytes = parts.broadcast_object(maker.gradient_bytes)
     measured = sized is None and worth_measuring(exchange, gradient_bytes, replicas.size)
     link = link_of(replicas, device) if measured else None

@@ -28,7 +28,7 @@ from shoal.optim.tiers.disk import Disk, directory_of
 from shoal.optim.tiers.host import HostStore, streams
 from shoal.optim.tiers.in_turn import InTurn
 from shoal.optim.tiers.page import has_master
-from shoal.optim.tiers.pager import Pager
+from shoal.optim.tiers.pager import Pager, in_turn
 from shoal.optim.tiers.placement import IN_TURN, move_to_device, on_device, on_disk
 from shoal.plan import Plan
 from shoal.precision import Precision
@@ -71,10 +71,17 @@ class Offload:
         goes = exact and not any(getattr(each, "sparse", False) for each in module.modules())
         if not goes or not updates_on_host(factory, options):
             return given
-        may_stream = self.allowed.disk is None and given.keep == "whole"
-        if may_stream and self._prefers_device(state_keys(factory, options, given.master)):
+        if self.allowed.may_stream(given.keep) and self._prefers_device(state_keys(factory, options, given.master)):
             return given
         return replace(given, grad=given.model)
+
+    def bytes_in_turn(self, precision: Precision, keys: Callable[[torch.dtype], list[str]]) -> int:
+        """Bytes of the device for each element that a rank owns of the largest chunk, where updates pass through it; 0
+        elsewhere. `keys` gives those of the optimizer's state. A collective call."""
+        if not precision.low or not self.allowed.may_stream(precision.keep):
+            return 0
+        own = keys(precision.master)
+        return in_turn(own, precision.master) if self._prefers_device(own) else 0
 
     def pages(
         self, chunks: Sequence[Chunk], factory: OptimizerFactory, options: list[dict[str, Any]], precision: Precision

@@ -20,6 +20,7 @@ from shoal.exchange.tuning import given_chunk_bytes
 from shoal.mesh import Mesh
 from shoal.module.compiling import blocks, compiled_parts
 from shoal.plan import Plan
+from shoal.precision import Precision
 
 
 class Storage:
@@ -74,15 +75,24 @@ class Storage:
             self._meeting += [each for each in (inside, across, weights) if each is not None]
         return Shards(weights, inside, across, self._world.device, 3 if home is not None else stage, home, whole())
 
-    def chunk_bytes(self, exchange: Algorithm, maker: ChunkMaker, shards: Shards | None, itemsize: int) -> int | None:
-        """Bytes of gradient of a chunk, of `itemsize` an element: what the plan fixes, else what suits weights that
-        pass. None where the links decide."""
+    def chunk_bytes(
+        self,
+        exchange: Algorithm,
+        maker: ChunkMaker,
+        shards: Shards | None,
+        precision: Precision,
+        keys: Callable[[torch.dtype], list[str]],
+    ) -> int | None:
+        """Bytes of gradient of a chunk: what the plan fixes, else what suits weights that pass; `keys` gives those of
+        the optimizer's state. None where the links decide."""
         allowed = Budget() if self._offload is None else self._offload.allowed
         given = given_chunk_bytes(exchange, allowed.chunk)
         if given is not None or shards is None or not shards.gathers():
             return given
+        in_turn = 0 if self._offload is None else self._offload.bytes_in_turn(precision, keys)
+        ranks, itemsize = shards.group.size, precision.grad.itemsize
         found = search(
-            maker.described, shards.group.size, itemsize, shards.whole_parameters, allowed.device
+            maker.described, ranks, itemsize, shards.whole_parameters, allowed.device, in_turn
         ).best.chunk_bytes
         return int(self._everyone.broadcast_object(found))  # "auto" may see other memory on each GPU
 

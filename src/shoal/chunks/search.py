@@ -2,7 +2,8 @@
 
 Chunks cost padding: slots begin on 64 bytes, the cut among ranks is even, whole parameters that are dealt to ranks
 leave them uneven. And the largest chunk sets what must be in memory at a time: the weights in use and those on their
-way, two gradients on loan. Small chunks cost the one, large ones the other.
+way, two gradients on loan, and masters and state in turn where updates pass through the device. Small chunks cost the
+one, large ones the other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Candidate:
     - `chunks`: their number
     - `weights`: of all chunks, padding included
     - `padding`: of weights that belong to no parameter
-    - `in_use`: weights and gradients in memory at a time, at most
+    - `in_use`: weights, gradients and what is updated in turn in memory at a time, at most
     """
 
     chunk_bytes: int
@@ -63,14 +64,17 @@ def search(
     grad_itemsize: int,
     whole_parameters: bool = False,
     budget: int | None = None,
+    in_turn: int = 0,
 ) -> Choice:
     """Finds the chunk size of least cost for `parameters` (see `assign`), cut among `ranks`; of equal ones the largest.
 
+    `in_turn`: bytes of the device for each element that a rank owns of the largest chunk, where updates pass through.
     `budget`: bytes of the device. What is in use may take SHARE of it; if that is too little for all sizes, the one
     that takes least is chosen.
     """
     candidates = tuple(
-        candidate(parameters, ranks, grad_itemsize, whole_parameters, size) for size in sizes(parameters, grad_itemsize)
+        candidate(parameters, ranks, grad_itemsize, whole_parameters, size, in_turn)
+        for size in sizes(parameters, grad_itemsize)
     )
     fit = [each for each in candidates if budget is None or each.in_use <= SHARE * budget]
     usual = [each for each in fit if each.chunk_bytes >= SMALLEST]
@@ -91,10 +95,15 @@ def sizes(parameters: Sequence[Described], grad_itemsize: int) -> list[int]:
 
 
 def candidate(
-    parameters: Sequence[Described], ranks: int, grad_itemsize: int, whole_parameters: bool, chunk_bytes: int
+    parameters: Sequence[Described],
+    ranks: int,
+    grad_itemsize: int,
+    whole_parameters: bool,
+    chunk_bytes: int,
+    in_turn: int = 0,
 ) -> Candidate:
     """Counts what chunks of about `chunk_bytes` of gradient cost."""
-    weights = padding = weight = gradient = 0
+    weights = padding = weight = gradient = pages = 0
     cut = assign(parameters, chunk_bytes, grad_itemsize)
     for key, slots in cut:
         _, size = lay_out(slots, ranks, min(key.dtype.itemsize, grad_itemsize), whole_parameters)
@@ -102,4 +111,5 @@ def candidate(
         padding += (size - sum(slot.numel for slot in slots)) * key.dtype.itemsize
         weight = max(weight, size * key.dtype.itemsize)
         gradient = max(gradient, size * grad_itemsize * key.trainable)
-    return Candidate(chunk_bytes, len(cut), weights, padding, AT_A_TIME * (weight + gradient))
+        pages = max(pages, size // ranks * in_turn * key.trainable)
+    return Candidate(chunk_bytes, len(cut), weights, padding, AT_A_TIME * (weight + gradient) + pages)

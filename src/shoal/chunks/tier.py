@@ -55,6 +55,11 @@ class Budget:
     chunk: int | None = None
     activations: float = 0.0
 
+    def may_stream(self, keep: str) -> bool:
+        """Whether masters that are kept so, and optimizer state, may pass through the device for their update: not
+        where they are pages of the disk, or the masters are kept in parts."""
+        return self.disk is None and keep == "whole"
+
 
 def budget(option: Option | None, device: torch.device) -> Budget | None:
     """Reads a plan's `memory` for `device`; None if the plan says nothing. Raises UserError for what it says wrong."""

@@ -66,13 +66,14 @@ def chosen_chunk(
     whole: bool,
     given: int | None,
     usual: int,
+    in_turn: int = 0,
 ) -> int:
     """Bytes of gradient of a chunk as the engine chooses them; `given` by the user, `usual` where the exchange
-    decides."""
+    decides; `in_turn`: bytes for what is updated in turn (see chunks.search)."""
     if given is not None or not passes(plan, place):
         return given or usual
     ranks = place.together if plan.zero else 1
-    return search(parameters, ranks, precision.grad.itemsize, whole, place.budget).best.chunk_bytes
+    return search(parameters, ranks, precision.grad.itemsize, whole, place.budget, in_turn).best.chunk_bytes
 
 
 def lay_out_all(

@@ -206,7 +206,7 @@ def may_stream(plan: Plan, precision: Precision, on_gpu: bool) -> bool:
     """Whether masters and optimizer state may pass through the device for their update: it is asked for, or left to a
     GPU's measurement."""
     allowed = budget(plan.memory, torch.device("cpu"))
-    if allowed is None or allowed.disk is not None or not precision.low or precision.keep != "whole":
+    if allowed is None or not precision.low or not allowed.may_stream(precision.keep):
         return False
     return allowed.update == "streamed" or (allowed.update == "auto" and on_gpu)
 

@@ -20,7 +20,8 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.buddy import steps_between
-from shoal.optim.groups import OptimizerFactory
+from shoal.optim.groups import OptimizerFactory, state_keys
+from shoal.optim.tiers.pager import in_turn
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
 from shoal.planner.memory import MemoryNeed, may_stream, memory_need
@@ -107,13 +108,16 @@ def predict(
     low = all(key.dtype == torch.bfloat16 and not key.sparse for _, _, key in parameters if key.trainable)
     if alone and state.in_one_pass and low and not may_stream(plan, precision, place.on_gpu):
         precision = replace(precision, grad=torch.bfloat16)  # gradients go home as they are
-    size = chosen_chunk(parameters, plan, place, precision, state.whole_parameters, given, USUAL_CHUNK)
+    turns = 0
+    if may_stream(plan, precision, place.on_gpu):
+        turns = in_turn(state_keys(optimizer, recording.options, precision.master), precision.master)
+    size = chosen_chunk(parameters, plan, place, precision, state.whole_parameters, given, USUAL_CHUNK, turns)
     chunks = lay_out_all(parameters, plan, place, precision, state.whole_parameters, size)
     asked = replace(plan, buddy=steps_between(plan.buddy, optimizer, recording.options, precision))
     need = memory_need(recording, chunks, asked, place, precision, state, microbatches, process)
     sizes = None
     if passes(plan, place):
-        sizes = search(parameters, place.together, precision.grad.itemsize, state.whole_parameters, limit)
+        sizes = search(parameters, place.together, precision.grad.itemsize, state.whole_parameters, limit, turns)
     smallest = need.least
     if smallest is not None and place.on_gpu:  # its allocator knows of all that is there
         smallest = need.total("device")

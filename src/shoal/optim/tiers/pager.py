@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal.chunks import Buffer
@@ -34,6 +35,11 @@ SLOTS = "ab"
 """Generations that are kept: they take turns."""
 CAUSE = "disk"
 """Cause of the trainer's waits for it, in the ledger."""
+
+
+def in_turn(keys: Sequence[str], master: torch.dtype) -> int:
+    """Bytes of the buffers for each element of the largest page: its master, and the state under `keys`."""
+    return BUFFERS * master.itemsize * (1 + len(keys))
 
 
 class Turn(NamedTuple):
