@@ -98,6 +98,11 @@ def test_a_run_of_the_user_s_own_home(monkeypatch):
         parse_job(SMALL, ["run.dir="])
 
 
+def test_an_empty_source_is_not_the_current_directory():
+    with pytest.raises(UserError, match=r"data\.source is empty: give a file"):
+        parse_job(SMALL, ["data.source= "])
+
+
 @pytest.mark.parametrize("text", ["train.lr", "lr=1", "=1", "train.=1", "train..lr=1"])
 def test_an_assignment_is_written_with_table_key_and_value(text):
     with pytest.raises(UserError, match=r"table\.key=value"):

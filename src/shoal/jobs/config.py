@@ -44,6 +44,8 @@ class Data:
     size: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.source, str) and not self.source.strip():
+            raise UserError('data.source is empty: give a file, a folder or the name of a set, such as "stdlib"')
         if self.size is not None and not 1 <= self.size <= MOST_PIXELS:
             raise UserError(f"data.size = {self.size}: give from 1 to {MOST_PIXELS}")
 
