@@ -185,6 +185,15 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         export_hf(torch.nn.Linear(2, 2), {}, tmp_path)
 
 
+def test_a_package_that_a_model_needs_is_named(monkeypatch):
+    def lacking(*_, **__):
+        raise ImportError("\nTimmWrapperModel requires the timm library but it was not found in your environment.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lacking)
+    with pytest.raises(UserError, match="llama of transformers needs another package: TimmWrapperModel requires the"):
+        from_config(CONFIGS["llama"])()
+
+
 def test_transformers_missing_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"pip install 'shoal\[hf\]'"):

@@ -225,9 +225,12 @@ def load_model(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> tuple
 
 @contextmanager
 def _explained(config: PretrainedConfig) -> Iterator[None]:
-    """What transformers' modules raise for sizes that make no model, such as no heads, becomes a UserError."""
+    """What transformers' modules raise for sizes that make no model, such as no heads, or for a package that they need,
+    becomes a UserError."""
     try:
         yield
+    except ImportError as error:
+        raise UserError(f"{config.model_type} of transformers needs another package: {str(error).strip()}") from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"transformers makes no {config.model_type} of this configuration ({type(error).__name__}: {error}): check "
