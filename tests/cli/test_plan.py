@@ -260,12 +260,13 @@ def test_of_models_of_another_depth_those_beside_the_answer_are_compared(job_fil
 
     own = 6
     config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama", "num_hidden_layers": own}))
+    config |= {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 4, "num_hidden_layers": own}
     data = job_file.read_text().partition("[data]")[2]
     job_file.write_text(f'[model]\nname = "hf"\nconfig = "{tmp_path / "config.json"}"\n\n[data]{data}')
 
-    def largest(most_alike: int) -> tuple[dict, list[int]]:
+    def largest(most_alike: int, **settings: object) -> tuple[dict, list[int]]:
         compared = []
+        (tmp_path / "config.json").write_text(json.dumps(config | settings))
 
         def counted(shallow, deep, numbers):
             blocks = alike_blocks(shallow, deep, numbers)
@@ -276,6 +277,7 @@ def test_of_models_of_another_depth_those_beside_the_answer_are_compared(job_fil
         answer = asked.plan_memory(job_file, ["run.nproc=1"], host=2**24, process=2**20)
         return answer.to_dict()["largest"], compared
 
+    assert largest(2**12, layer_types=["full_attention"] * own) == (None, []), "of layers that are listed one by one"
     found, compared = largest(2**12)
     layers = found["table"]["num_hidden_layers"]
     assert layers > 2 * own and sorted(compared) == [own, layers, layers + 1]

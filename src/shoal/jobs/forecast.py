@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
-from shoal.errors import in_section
+from shoal.errors import UserError, in_section
 from shoal.jobs.choose import Settled, microbatches_of
 from shoal.jobs.dry_runs import DryRuns, Places
 from shoal.jobs.optimizers import optimizer_named
@@ -74,7 +75,7 @@ class Forecast:
         family follow from few blocks, so does it under a plan by which all blocks are computed again."""
         table, own = self._settled.job.model, self._settled.job.plan
         if plan != own and option_name(plan.recompute, "recompute") == "full" and not _names_blocks(own):
-            found = family(table, self._settled.model.values)
+            found = self._family
             if found is not None and found.depth is not None and self._runs.proved(table, found.depth, own):
                 return self._runs.deep(table, found.depth, plan) or self._runs.whole(table, plan)
         return self._runs.whole(table, plan)
@@ -90,11 +91,25 @@ class Forecast:
     def of(self, plan: Plan, places: Iterable[int]) -> list[Prediction]:
         """Predicts some places of the pipeline; a deep model by a shallow one that says all."""
         job, values = self._settled.job, self._settled.model.values
-        own, deep = None if _names_blocks(plan) else family(job.model, values), None
+        own, deep = None if _names_blocks(plan) else self._family, None
         if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
-            deep = self._runs.deep(job.model, own.depth, plan)
+            with suppress(UserError):  # the model cannot be as shallow
+                deep = self._runs.deep(job.model, own.depth, plan)
         recorded = deep or self._runs.whole(job.model, plan)
         return [self._predict(recorded[place], plan, self._alike(plan)) for place in places]
+
+    @cached_property
+    def _family(self) -> Family | None:
+        """The family of the job's model; None also of a configuration that lists its layers one by one, which has no
+        other number of them."""
+        job = self._settled.job
+        found = family(job.model, self._settled.model.values)
+        if found is not None and found.depth is not None:
+            try:
+                self._runs.model(found.member(found.own + 1))
+            except UserError:
+                return None
+        return found
 
     def _alike(self, plan: Plan) -> int:
         """Ranks of a host that are at the same place of the pipeline."""
@@ -120,8 +135,8 @@ class Forecast:
     def largest(self) -> Largest | None:
         """Finds the largest model under the job's own plan, with stages cut anew; not where `recompute` names blocks,
         which other sizes have not."""
-        job, model = self._settled.job, self._settled.model
-        found = None if _names_blocks(job.plan) else family(job.model, model.values)
+        job = self._settled.job
+        found = None if _names_blocks(job.plan) else self._family
         if found is None or (job.plan.pipelined and found.depth is None):
             return None
         plan, even = replace(job.plan, stages=None), job.plan.head_sharers
