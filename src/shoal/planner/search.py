@@ -21,7 +21,7 @@ from shoal.assembly.compatibility import check_exchange
 from shoal.errors import UserError
 from shoal.plan import option_name, option_parameters
 from shoal.planner.costs import COMPILING
-from shoal.planner.degrees import Spread, degrees
+from shoal.planner.degrees import PINS, Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.lanes import alone
 from shoal.planner.task import EXACT, Choice, Estimate, Found, Offload, Task, spoken
@@ -232,8 +232,12 @@ def search(task: Task) -> Found:
 
 
 def _no_degrees(task: Task) -> str:
-    pinned, remedy = spoken(task.pins), "take another number of devices"
+    pinned, context = spoken(task.pins), task.pins.get("context")
+    asked = [what for field, what in PINS.items() if task.pins.get(field, 1) != 1]
+    ways = ["ring" if what == "tokens" and context == "ring" else what for what in asked]
+    whys = dict.fromkeys(filter(None, (task.profile.refused.get(what) for what in ways)))
+    remedy = "; ".join(whys) or f"{'free a pin, or ' if pinned else ''}take another number of devices"
     return (
         f"no degrees fit {task.cluster.size} devices, {task.rows} rows a step and {len(task.profile.parts)} parts of "
-        f"the model{f' with {pinned}: free a pin, or {remedy}' if pinned else f': {remedy}'}"
+        f"the model{f' with {pinned}' if pinned else ''}: {remedy}"
     )
