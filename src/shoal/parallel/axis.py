@@ -9,6 +9,7 @@ these are. Each axis has its class beside its mechanism: `tensor/axis.py`, `expe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, ClassVar, Protocol, Self
 
@@ -125,6 +126,13 @@ class Axis:
     def take(self, microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Begins a microbatch, which was loaded whole; returns this rank's part of it."""
         return microbatch
+
+    def check_sample(self, sample: Mapping[str, Tensor]) -> None:
+        """Raises UserError where the values of `sample`, a row of the data, say that its ranks cannot share rows."""
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        """Wraps the call of the loss on it. Raises UserError inside for what a loss cannot do with a rank's part."""
+        return nullcontext()
 
     def ran(self) -> None:
         """Called after its forward. Raises UserError if ranks that share rows have not met in it."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
@@ -28,7 +28,7 @@ from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
 from shoal.planner.recording import Event, Recording, Staged
 from shoal.planner.stages import AllStages
 from shoal.planner.workspace import called, with_workspace
-from shoal.training.loss import call_loss
+from shoal.training.loss import sums_of
 
 Through = Callable[[list[Event], Callable[[], Tensor], Gather], None]
 
@@ -105,8 +105,10 @@ def loss_of(ready: Prepared, subject: Subject) -> Tensor:
     batch = {key: torch.empty(rows, *each.shape, dtype=each.dtype) for key, each in sample.items()}
     ready.local.randomness.begin(0, range(rows))
     for axis in ready.local.axes:
+        with _disable_current_modes():
+            axis.check_sample(subject.sample)
         batch = axis.take(batch)
-    sums = call_loss(subject.loss, ready.local.module, batch)
+    sums = sums_of(subject.loss, ready.local.module, batch, ready.local.axes)
     return sum(sums.aux.values(), sums.total)
 
 

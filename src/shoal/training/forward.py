@@ -19,7 +19,7 @@ from shoal.module.compiling import branching
 from shoal.module.random import Randomness, keyed_functional
 from shoal.parallel.axis import Axis
 from shoal.training.effects import Effects
-from shoal.training.loss import Loss, Sums, call_loss
+from shoal.training.loss import Loss, Sums, sums_of
 from shoal.training.resident import Resident
 
 
@@ -105,10 +105,7 @@ class Forward:
 
     def sums(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss on a microbatch that was placed."""
-        sums = call_loss(self.loss, self.module, microbatch)
-        for axis in self.axes:
-            axis.ran()
-        return sums
+        return sums_of(self.loss, self.module, microbatch, self.axes)
 
     def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss for a backward to come, and sees what becomes of the module's buffers."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from shoal.device import to_device
 from shoal.errors import UserError
 from shoal.module.compiling import branching
+from shoal.parallel.axis import Axis
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Any]
 
@@ -51,6 +53,18 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
             raise UserError(f"loss returned {_describe(mean)} as auxiliary loss {name}: it must be a single number")
         aux[name] = to_device(mean if isinstance(mean, Tensor) else torch.full((), mean), total.device)
     return Sums(total, to_device(count, total.device), aux)
+
+
+def sums_of(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor], axes: Sequence[Axis]) -> Sums:
+    """Runs `loss` on a microbatch of which ranks along `axes` have parts. Raises UserError for a loss or a model that
+    cannot be computed of a part."""
+    with ExitStack() as stack:
+        for axis in axes:
+            stack.enter_context(axis.around_loss())
+        sums = call_loss(loss, module, microbatch)
+    for axis in axes:
+        axis.ran()
+    return sums
 
 
 def _describe(value: Any) -> str:

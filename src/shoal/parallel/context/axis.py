@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -49,6 +50,12 @@ class ContextParallel(Axis):
 
     def take(self, microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.context.cut(microbatch)
+
+    def check_sample(self, sample: Mapping[str, Tensor]) -> None:
+        self.context.check_padding(sample)
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        return self.context.looking()
 
     def ran(self) -> None:
         self.context.attended()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ from shoal.comm.functional import gather_from, swap
 from shoal.errors import UserError
 from shoal.models.adapted import unadapted
 from shoal.models.attention import document_mask
+from shoal.parallel.context.asked import (
+    Neighbours,
+    check_labels,
+    check_model,
+    check_padding,
+    in_order,
+    positions_of,
+)
 from shoal.parallel.context.documents import documents_of, stretches, window_of
 from shoal.parallel.context.ring import Ring, of_one_width, ring_attention
 
@@ -51,42 +60,30 @@ class Context:
         self._window: int | None = None
         self._takes_padding = self._takes_documents = False
         self._place = self._calls = 0
+        self._positions: Callable[[Tensor], Tensor] = in_order
+        self._neighbours = Neighbours(self.size)
 
     def watch(self, module: nn.Module) -> None:
         """Registers hooks that give `module` the positions of this rank's tokens. Raises UserError for a model that
-        takes none."""
+        takes none, or looks at several tokens elsewhere than in attention."""
         module = unadapted(module)
+        check_model(module, self.size)
         parameters = list(inspect.signature(module.forward).parameters)
-        if "position_ids" not in parameters:
-            raise UserError(
-                f"plan.cp = {self.size}: the forward of {type(module).__name__} takes no position_ids, so it cannot "
-                "know which tokens of a row it has"
-            )
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
-        self._place = parameters.index("position_ids")
+        self._place, self._positions = parameters.index("position_ids"), positions_of(module)
         module.register_forward_pre_hook(self._tell, with_kwargs=True)
+        module.register_forward_hook(lambda *_: self._neighbours.out_of_model(), always_call=True)
         if self._takes_padding:
             inner: nn.Module = getattr(module, "base_model", module)
             inner.register_forward_pre_hook(self._say_nothing_is_padded, with_kwargs=True)
-        for name, part in module.named_modules():
-            if isinstance(part, nn.RNNBase | nn.modules.conv._ConvNd):
-                raise UserError(
-                    f"plan.cp = {self.size}: {name} ({type(part).__name__}) looks at neighbouring tokens, of which a "
-                    "rank has a part: only attention brings them together"
-                )
-        config = getattr(module, "config", None)
-        kind = getattr(config, "_attn_implementation", "sdpa")
-        if kind != "sdpa":
-            raise UserError(
-                f'plan.cp = {self.size}: attention of {type(module).__name__} is computed as "{kind}", which sees this '
-                'rank\'s tokens alone; "sdpa" is needed'
-            )
-        self._window = window_of(config)
+        self._window = window_of(getattr(module, "config", None))
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Gives the model the position_ids of this rank's tokens in the whole rows, unless the loss gives some."""
         if not self._whole:
             return None
+        self._neighbours.into_model()
+        check_labels(module, kwargs, self.size)
         told = dict(kwargs)
         if len(args) <= self._place and kwargs.get("position_ids") is None:
             told["position_ids"] = self._places
@@ -146,12 +143,7 @@ class Context:
             raise UserError(
                 f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many"
             )
-        padding = microbatch.get("attention_mask")
-        if padding is not None and not isinstance(padding, FakeTensor) and not bool(padding.all()):
-            raise UserError(
-                "plan.cp > 1 takes no attention_mask: give padding a document of its own (document_ids), and labels of "
-                "-100"
-            )
+        self.check_padding(microbatch)
         for key in ("labels", "targets"):
             given = microbatch.get(key)
             if given is not None and given.shape[:2] != ids.shape:
@@ -162,14 +154,17 @@ class Context:
         self.close()
         self._whole, self._calls = T, 0
         self._documents = documents_of(microbatch, self._takes_documents, self._takes_padding)
-        whole = dict(microbatch)
-        if "position_ids" not in whole:
-            whole["position_ids"] = torch.arange(T, device=ids.device).expand(ids.shape)
+        whole, places = dict(microbatch), self._positions(ids)
+        whole.setdefault("position_ids", places.expand(ids.shape))
         found = {key: self.own(value) if value.shape[:2] == ids.shape else value for key, value in whole.items()}
         self._begins = stretches(found["position_ids"])
-        self._places = self.own(torch.arange(T, device=ids.device)[None])
+        self._places = self.own(places)
         self._nothing_padded = torch.ones_like(found["input_ids"])
         return found
+
+    def check_padding(self, rows: Mapping[str, Tensor]) -> None:
+        """Raises UserError where an attention_mask says that `rows`, or a sample, are padded."""
+        check_padding(rows, self._takes_documents)
 
     def state(self) -> Any:
         """Returns the state of the running microbatch: the length of its rows, their documents and masks."""
@@ -183,6 +178,10 @@ class Context:
     def close(self) -> None:
         """Ends the microbatch: a forward outside of one is of whole rows."""
         self._whole, self._documents, self._masks, self._known = 0, None, {}, None
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Wraps a loss of the running microbatch: UserError where it picks tokens by their place in a row."""
+        return self._neighbours.looking(self._nothing_padded.shape)
 
     def attended(self) -> None:
         """Raises UserError if no attention was called in the forward: each token would have seen only its own

@@ -1,0 +1,210 @@
+"""What plan.cp asks of a model and its loss: rows of ranks are those of one process, or the engine says what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan, auto_plan
+from shoal.errors import UserError
+from shoal.models import causal_lm, masked_lm
+from tests.pool import reference, run_ranks
+from tests.zoo.entry import Microbatch
+from tests.zoo.test_auto import machine
+
+VOCABULARY, TOKENS = 61, 8
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+MINIMAX: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "block_size": 4,
+}
+
+
+def of_transformers(kind: str, automatic: str, **fields: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **{**SMALL, **fields})
+    return getattr(transformers, automatic).from_config(config)
+
+
+roberta = partial(of_transformers, "roberta", "AutoModelForMaskedLM")
+llama = partial(of_transformers, "llama", "AutoModelForCausalLM", num_key_value_heads=2)
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Rows whose ends are the padding's number, which RoBERTa leaves out of its positions."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (8, TOKENS + 1), generator=draw)
+    ids[::2, -2:] = 1
+    return [{"input_ids": row[:-1], "labels": row[1:].masked_fill(row[1:] == 1, -100)} for row in ids]
+
+
+def padded() -> list[dict[str, Tensor]]:
+    """The same, of which the last two tokens are padding."""
+    ends = torch.arange(TOKENS) >= 6
+    return [
+        {**row, "labels": row["labels"].masked_fill(ends, -100), "attention_mask": (~ends).long()} for row in rows()
+    ]
+
+
+class ByHand(nn.Module):
+    """Attention of one head that calls no function which could be stood in for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids)
+        return self.head((x @ x.mT).softmax(-1) @ x)
+
+
+def its_own(model: nn.Module, mb: Microbatch, **more: Any) -> tuple[Tensor, Tensor]:
+    """The mean loss that a model of transformers computes of its labels, as a sum."""
+    count = (mb["labels"] != -100).sum()
+    return model(input_ids=mb["input_ids"], labels=mb["labels"], **more).loss * count, count
+
+
+def shifted_before(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    return its_own(model, mb, shift_labels=mb["labels"])
+
+
+def shifted_here(model: nn.Module, mb: Microbatch) -> tuple[Tensor, int]:
+    logits, ids = model(input_ids=mb["input_ids"]).logits[:, :-1], mb["input_ids"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum"), ids.numel()
+
+
+def last_channels(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    """Picks rows and channels, and all tokens."""
+    logits = model(input_ids=mb["input_ids"]).logits[..., -20:][:1][:, :, None][:, 0:TOKENS, 0]
+    return logits.square().sum(), torch.tensor(logits.numel() / TOKENS)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "causal": causal_lm,
+    "masked": masked_lm,
+    "own": its_own,
+    "before": shifted_before,
+    "here": shifted_here,
+    "channels": last_channels,
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "roberta": roberta,
+    "llama": llama,
+    "minimax": partial(of_transformers, "minimax", "AutoModelForCausalLM", **MINIMAX),
+    "esm": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2, token_dropout=True),
+    "esm without": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2),
+    "by hand": ByHand,
+}
+
+
+def made(world: Any, model: str, loss: str, plan: dict[str, Any]) -> Engine:
+    return Engine(
+        MODELS[model],
+        LOSSES[loss],
+        partial(torch.optim.SGD, lr=0.1),
+        Plan(**plan),
+        global_batch=4,
+        microbatch=2,
+        precision="fp32" if model == "minimax" else "fp64",
+        world=world,
+    )
+
+
+def trained(world: Any, model: str, loss: str, plan: dict[str, Any], mask: bool = False) -> list[float] | str:
+    """The losses of three steps, or what is refused. `mask`: rows are padded, and an attention_mask says so."""
+    engine, data = None, padded() if mask else rows()
+    try:
+        engine = made(world, model, loss, plan)
+        return [float(engine.step(batch).loss) for batch in engine.batches(data, steps=3)]
+    except UserError as refusal:
+        return str(refusal)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def without_a_mask(world: Any) -> list[float]:
+    engine = made(world, "llama", "causal", {"cp": 2})
+    data = [{key: value for key, value in row.items() if key != "attention_mask"} for row in padded()]
+    return [float(engine.step(batch).loss) for batch in engine.batches(data, steps=3)]
+
+
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [("roberta", "masked"), ("roberta", "own"), ("llama", "before"), ("llama", "channels"), ("esm without", "masked")],
+)
+def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, context: str) -> None:
+    """RoBERTa counts positions from behind the number of its padding; labels that are shifted already may be given."""
+    whole = reference(trained, 1, model, loss, {})[0]
+    assert not isinstance(whole, str), whole
+    for found in run_ranks(trained, 2, model, loss, {"cp": 2, "context": context}):
+        assert found == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        ("llama", "own", "is given labels, which it shifts by a token"),
+        ("llama", "here", "the loss picks tokens by their place in a row"),
+        ("minimax", "causal", "has layers of kind linear_attention"),
+        ("esm", "masked", "set token_dropout = False"),
+    ],
+)
+def test_what_looks_at_neighbours_elsewhere_than_in_attention_is_refused(model: str, loss: str, message: str) -> None:
+    answers = run_ranks(trained, 2, model, loss, {"cp": 2})
+    assert all(isinstance(each, str) and message in each for each in answers), answers
+
+
+def test_rows_that_are_padded_at_their_ends_need_no_mask_where_attention_is_causal() -> None:
+    """As the error says where there is one."""
+    masked = reference(trained, 1, "llama", "causal", {}, True)[0]
+    for answer in run_ranks(trained, 2, "llama", "causal", {"cp": 2}, True):
+        assert isinstance(answer, str) and "where attention is causal, leave it out" in answer
+    for found in run_ranks(without_a_mask, 2):
+        assert found == pytest.approx(masked, rel=1e-6)
+
+
+def asked(world: Any, model: str, loss: str, sample: dict[str, Tensor]) -> str:
+    """What `auto_plan` says where cp is pinned."""
+    with pytest.raises(UserError) as refusal:
+        auto_plan(
+            MODELS[model], LOSSES[loss], partial(torch.optim.SGD, lr=0.1), sample, global_batch=4,
+            pins={"cp": 2}, cluster=machine(2), world=world,
+        )  # fmt: skip
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "sample", "message"),
+    [
+        ("by hand", "causal", rows()[0], "called no torch.nn.functional"),
+        ("llama", "here", rows()[0], "the loss picks tokens by their place"),
+        ("llama", "causal", padded()[0], "leave it out and pad rows at their ends"),
+    ],
+    ids=["attention by hand", "loss", "padding"],
+)
+def test_the_planner_gives_no_plan_that_the_first_step_would_refuse(
+    model: str, loss: str, sample: dict[str, Tensor], message: str
+) -> None:
+    assert message in run_ranks(asked, 1, model, loss, sample)[0]
