@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import MOST, explain, fits, numbers_of_hosts, smallest, why_not, within_budget
-from shoal.planner.pipes import cut, fill, simulated
+from shoal.planner.pipes import Pace, cut, fill, simulated
 from shoal.planner.search import Search, search
 from tests.planner.models import GIB, MIB, cluster, model, task
 
@@ -185,10 +185,10 @@ def test_the_cut_is_the_best_of_all_cuts() -> None:
 
 def test_what_is_simulated_is_what_the_formula_says_of_even_stages() -> None:
     for name, chunks in (("1f1b", 1), ("interleaved", 2)):
-        stages = [(1.0 / chunks, 2.0 / chunks)] * 4 * chunks
+        stages = [Pace(1.0 / chunks, 2.0 / chunks)] * 4 * chunks
         seconds = simulated(name, 4, 16, chunks, stages, 0.0)
         assert seconds == pytest.approx(16 * 3.0 + fill(name, 4, chunks, 1.0, 2.0))
-    few, many = (simulated("1f1b", 4, number, 1, [(1.0, 2.0)] * 4, 0.0) for number in (64, 8192))
+    few, many = (simulated("1f1b", 4, number, 1, [Pace(1.0, 2.0)] * 4, 0.0) for number in (64, 8192))
     assert many - few == pytest.approx(3.0 * (8192 - 64))  # the longer one is extrapolated
 
 

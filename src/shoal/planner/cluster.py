@@ -31,6 +31,7 @@ class Device:
     - `reached`: shares of the peak that products reach by the operations of one, ascending; where it is empty all of
       them reach `reaches`
     - `backward`, `updating`: how many times longer backward and the update take than is counted
+    - `crowd`: how many ranks share a core: these rates are of one while all of them compute
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     reached: tuple[tuple[float, float], ...] = ()
     backward: float = 1.0
     updating: float = 1.0
+    crowd: float = 1.0
 
     def share(self, operations: float) -> float:
         """The share of its peak that a product of so many operations reaches."""

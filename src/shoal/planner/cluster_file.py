@@ -31,6 +31,7 @@ NEEDED = ("flops", "bandwidth", "device_memory", "count", "inside", "memory", "t
 """What it then has to say."""
 ABOVE_0: Allowed = ("a number above 0", lambda value: 0 < value < LARGEST)
 FROM_0: Allowed = ("0 or a number above it", lambda value: 0 <= value < LARGEST)
+FROM_1: Allowed = ("1 or a number above it", lambda value: 1 <= value < LARGEST)
 SHARE: Allowed = ("a share, above 0 and at most 1", lambda value: 0 < value <= 1)
 WHOLE: Allowed = (
     f"a whole number from 1 to {MOST_DEVICES}",
@@ -44,6 +45,7 @@ NUMBERS = {
     "rate": ABOVE_0, "operations": ABOVE_0, "ranks": GROUP,
     "bandwidth": ABOVE_0, "latency": FROM_0, "launch": FROM_0, "reaches": SHARE, "streams": SHARE,
     "to_host": ABOVE_0, "disk": FROM_0, "update": ABOVE_0, "backward": ABOVE_0, "updating": ABOVE_0,
+    "crowd": FROM_1,
 }  # fmt: skip
 """What each numeric key of a file may be, but those of bytes."""
 TEXTS = {

@@ -15,8 +15,8 @@ from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, moved, updated
 from shoal.planner.held import Held, held, standing, tied_elements
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import GIVEN, Cuts, Lane, by_policy, cut_for, fill_of, policies_of, seconds_of
-from shoal.planner.pipes import simulated, under_way
+from shoal.planner.lanes import GIVEN, Cuts, Lane, by_policy, cut_for, fill_of, policies_of, seconds_of, within
+from shoal.planner.pipes import Pace, parted, simulated, slowest, under_way, waiting
 from shoal.planner.replicas import Dealt, Replicas, dealt, replicas_of
 from shoal.planner.task import Choice, Estimate, Task
 
@@ -156,8 +156,7 @@ class Estimates:
         terms, deal, stages, slow = self._in_lane(choice, lane, counts, self._meets(choice))
         own, tied = self._own(spread, len(lane.works), slow), tied_elements(self.prices, spread)
         number = deal.number
-        backward = sum(back for _, back in stages[slow::ranks])
-        window = backward, number * sum(map(sum, stages[slow::ranks]))
+        window = sum(each.backward for each in stages[slow::ranks]), number * slowest(stages, ranks)[1]
         has = self._held(choice, lane, slow, counts, deal.most)
         terms["copies"], wire = exchanged(self.prices, choice, own, number, window, tied, has)
         one = self._kept(choice, lane, slow, [1] * choice.chunks, counts)[0]
@@ -204,18 +203,14 @@ class Estimates:
 
     def _dealt(
         self, choice: Choice, lane: Lane, counts: list[Counts], together: bool
-    ) -> tuple[Dealt, list[tuple[float, float]], dict[int, tuple[float, dict[str, float]]]]:
+    ) -> tuple[Dealt, list[Pace], dict[int, tuple[float, dict[str, float]]]]:
         """The deal; the seconds of all stages on the replica that takes longest; what stages compute again."""
         again = {place: lane.again(place, own) for place, own in enumerate(counts)} if self._recomputes(counts) else {}
         replicas: Replicas = self.replicas(choice.spread)
         number = math.ceil(self.task.rows / choice.microbatch)
-        paces = []
-        timed = []
-        for speeds in replicas.speeds:
-            stages = seconds_of(lane, speeds, again)
-            slow = max(sum(map(sum, stages[rank :: lane.ranks])) for rank in range(lane.ranks))
-            timed.append(stages)
-            paces.append((slow, fill_of(choice, lane, stages)))
+        halves = parted(choice.schedule, lane.ranks, math.ceil(number / len(replicas.kinds)), choice.chunks)
+        timed = [seconds_of(lane, speeds, again, halves) for speeds in replicas.speeds]
+        paces = [(slowest(stages, lane.ranks)[1], fill_of(choice, lane, stages)) for stages in timed]
         pinned = tuple(self.task.pins.get("shares", ()))
         if "shares" in self.task.pins and not pinned and len(paces) > 1:
             pinned = (1,) * choice.spread.copies
@@ -228,21 +223,22 @@ class Estimates:
 
     def _in_lane(
         self, choice: Choice, lane: Lane, counts: list[Counts], together: bool
-    ) -> tuple[dict[str, float], Dealt, tuple[tuple[float, float], ...], int]:
+    ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for."""
         deal, stages, again = self._dealt(choice, lane, counts, together)
         number, ranks = deal.number, lane.ranks
-        slow = max(range(ranks), key=lambda rank: sum(map(sum, stages[rank::ranks])))
+        slow, busy = slowest(stages, ranks)
+        busy *= number
         sent: dict[str, float] = {}
         for place in range(slow, len(stages), ranks):
-            for sends in (lane.works[place].sent, again[place][1] if again else {}):
+            repeated = again[place][1] if again else {}
+            for sends, times in ((lane.works[place].sent, number), (repeated, number * (1 + stages[place].parted))):
                 for what, seconds in sends.items():
-                    sent[what] = sent.get(what, 0.0) + number * seconds
-        busy = number * sum(map(sum, stages[slow::ranks]))
+                    sent[what] = sent.get(what, 0.0) + times * seconds
         terms = {"compute": busy - math.fsum(sent.values()), **sent}
         if ranks > 1:
-            terms["bubble"] = fill_of(choice, lane, stages)
+            terms["bubble"] = waiting(fill_of(choice, lane, stages), busy, ranks, self.prices.slowest.crowd)
             hops = (ranks - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
             terms["stages"] = 2 * hops * self.message(choice)
         terms["data"] = number * choice.microbatch * self.task.cluster.data
@@ -279,18 +275,15 @@ class Estimates:
         choice, terms, spread = estimate.choice, dict(estimate.terms), estimate.choice.spread
         found, wire, ranks = self.lane(choice).cuts, dict(estimate.wire), spread.stages
         stages = estimate.stages
-        slow = max(range(ranks), key=lambda rank: sum(map(sum, stages[rank::ranks])))
+        slow, _ = slowest(stages, ranks)
         for place, many in (each for stage in found.pieces[slow::ranks] for each in stage):
             for what, nbytes in self.prices.wire(place, spread, choice.microbatch).items():
                 wire[what] = wire.get(what, 0.0) + many * estimate.microbatches * nbytes
         if ranks > 1:
             ends = sum(each.boundary for each in found.sizes[1:]) / (len(found.sizes) - 1)
             wire["stages"] = 2 * choice.chunks * estimate.microbatches * ends * choice.microbatch
-            total = simulated(
-                choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
-            )
-            busy = math.fsum(terms.get(what, 0.0) for what in ("compute", "parts", "tokens", "experts"))
-            terms["bubble"] = max(0.0, total - busy - terms["stages"])
+            timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
+            terms = within(terms, simulated(*timed, self.prices.slowest.crowd))
         return replace(estimate, terms=terms, wire=wire, message=self.message(choice))
 
 

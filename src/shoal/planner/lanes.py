@@ -4,7 +4,7 @@ blocks free and cost that are computed again."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -14,7 +14,7 @@ from shoal.plan import option_name
 from shoal.planner.costs import POLICIES, Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
-from shoal.planner.pipes import cut, fill
+from shoal.planner.pipes import Pace, cut, fill, slowest
 from shoal.planner.task import Choice, Task
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
@@ -188,6 +188,8 @@ class Lane:
         return sorted(found)
 
 
+BUSY = ("compute", "parts", "tokens", "experts")
+"""Terms of what a rank does between messages of other stages."""
 GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
 """What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
 
@@ -209,21 +211,33 @@ def by_policy(policies: tuple[str, ...], counts: Counts) -> dict[str, int]:
 
 
 def seconds_of(
-    lane: Lane, speeds: Sequence[float], again: dict[int, tuple[float, dict[str, float]]]
-) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of all stages where the ranks of the pipeline have devices of these speeds."""
+    lane: Lane, speeds: Sequence[float], again: dict[int, tuple[float, dict[str, float]]], halves: Sequence[float]
+) -> list[Pace]:
+    """What all stages take where the ranks of the pipeline have devices of these speeds. `halves`: the share of each
+    one's backwards that run in halves."""
     found = []
-    for place, work in enumerate(lane.works):
+    for place, (work, share) in enumerate(zip(lane.works, halves, strict=True)):
         speed, (more, sent) = speeds[place % lane.ranks], again.get(place, (0.0, {}))
-        backward = (work.backward + more) / speed + work.sent_backward + sum(sent.values())
-        found.append((work.forward / speed + work.sent_forward, backward))
+        more = more / speed + sum(sent.values())
+        backward = work.backward / speed + work.sent_backward + (1 + share) * more
+        found.append(Pace(work.forward / speed + work.sent_forward, backward, more, share))
     return found
 
 
-def fill_of(choice: Choice, lane: Lane, stages: Sequence[tuple[float, float]]) -> float:
+def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace]) -> float:
     """Seconds in which the ranks of a pipeline wait, by a closed form."""
     if lane.ranks == 1:
         return 0.0
-    slow = max(range(lane.ranks), key=lambda rank: sum(map(sum, stages[rank :: lane.ranks])))
+    slow, _ = slowest(stages, lane.ranks)
     forward, backward = (sum(each[way] for each in stages[slow :: lane.ranks]) for way in (0, 1))
     return fill(choice.schedule, lane.ranks, choice.chunks, forward, backward)
+
+
+def within(terms: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """The terms of a pipeline whose schedule takes so many seconds: what a rank does not work, or send to other stages,
+    it waits. Where ranks share cores, those that end early leave them to the one that works longest: then its own
+    terms take less."""
+    busy = math.fsum(terms.get(what, 0.0) for what in BUSY)
+    faster = min(1.0, seconds / busy) if busy else 1.0
+    own = {what: value * (faster if what in BUSY else 1.0) for what, value in terms.items()}
+    return {**own, "bubble": max(0.0, seconds - busy - terms["stages"])}

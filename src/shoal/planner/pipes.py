@@ -4,15 +4,35 @@ that ranks wait, from the real lists of actions."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from shoal.pipeline import Costs, Schedule, kept, make_schedule, simulate
-from shoal.pipeline.actions import Kind
+from shoal.pipeline.actions import Action, Kind
 
 LARGE = 4000
 """Actions of a schedule up to which it is simulated whole; beyond, what more microbatches take is extrapolated."""
+
+
+class Pace(NamedTuple):
+    """Seconds of a microbatch on a stage: of its `forward`, and of its `backward` on the average of a step, of which
+    `again` is computed again by a backward that runs as a whole, and by each half of one in two halves; `parted`: the
+    share of these."""
+
+    forward: float
+    backward: float
+    again: float = 0.0
+    parted: float = 0.0
+
+
+def slowest(stages: Sequence[Pace], ranks: int) -> tuple[int, float]:
+    """The rank of a pipeline that takes longest for a microbatch of all its stages, and its seconds."""
+    seconds = [sum(each[0] + each[1] for each in stages[rank::ranks]) for rank in range(ranks)]
+    most = max(seconds)
+    return seconds.index(most), most
 
 
 def cut(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> list[int]:
@@ -67,6 +87,16 @@ def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tu
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float, ...]:
+    """For each stage the share of its backwards that run in two halves, of which the first one leaves something to the
+    second. Of many microbatches a few are enough."""
+    few = min(microbatches, 4 * ranks)
+    schedule = schedule_named(name, ranks, few, chunks)
+    halves = Counter(each.stage for order in schedule.orders for each in order if each.kind == "I")
+    return tuple(halves[stage] / few if stage else 0.0 for stage in range(schedule.stages))  # nobody waits for stage 0
+
+
 def fill(name: str, ranks: int, chunks: int, forward: float, backward: float) -> float:
     """Seconds in which ranks wait, of stages that take alike: `forward` and `backward` of all chunks of a rank."""
     if name == "zb1p":  # the weights' half of backward, about a half, fills what would be waiting
@@ -74,32 +104,79 @@ def fill(name: str, ranks: int, chunks: int, forward: float, backward: float) ->
     return (ranks - 1) * (forward + backward) / chunks
 
 
+def waiting(fill: float, busy: float, ranks: int, crowd: float) -> float:
+    """Seconds by which a step is longer than the `busy` ones of a rank that waits for `fill` seconds in between, where
+    `crowd` ranks share a core: those that compute meanwhile take the core of those that wait."""
+    return max(0.0, (busy + fill) / min(crowd, ranks) - busy)
+
+
 def simulated(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[tuple[float, float]], message: float
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    stages: Sequence[Pace],
+    message: float,
+    crowd: float = 1.0,
 ) -> float:
-    """Seconds of a step by event simulation of the schedule's own lists of actions. `stages`: seconds of forward and
-    backward of each."""
+    """Seconds of a step by event simulation of the schedule's own lists of actions. `stages`: seconds of each, while
+    all ranks compute; `crowd`: how many of these share a core."""
     most = max(2, LARGE // (2 * ranks * chunks))
     few, more = max(ranks, most // 2), max(2 * ranks, most)
+    costs = costs_of(stages, message)
+
+    def run(number: int) -> float:
+        schedule = schedule_named(name, ranks, number, chunks)
+        return simulate(schedule, costs).seconds if crowd == 1.0 else _crowded(schedule, costs, crowd)
+
     if microbatches <= more:
-        return _run(name, ranks, microbatches, chunks, stages, message)
+        return run(microbatches)
     few -= few % ranks
     more -= more % ranks  # interleaved runs groups of as many microbatches as ranks
-    first, second = (_run(name, ranks, number, chunks, stages, message) for number in (few, more))
+    first, second = run(few), run(more)
     return second + (second - first) * (microbatches - more) / (more - few)
 
 
-def _run(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[tuple[float, float]], message: float
-) -> float:
-    return simulate(schedule_named(name, ranks, microbatches, chunks), costs_of(stages, message)).seconds
-
-
-def costs_of(stages: Sequence[tuple[float, float]], message: float) -> Costs:
-    """What the actions of a schedule take: `stages`, seconds of forward and backward of each; either half of a backward
-    takes half of it."""
+def costs_of(stages: Sequence[Pace], message: float) -> Costs:
+    """What the actions of a schedule take: either half of a backward takes half of one without what is computed again,
+    and all of that."""
     seconds: dict[tuple[Kind, int], float] = {}
-    for stage, (forward, backward) in enumerate(stages):
-        seconds[("F", stage)], seconds[("B", stage)] = forward, backward
-        seconds[("I", stage)] = seconds[("W", stage)] = backward / 2
+    for stage, (forward, backward, again, share) in enumerate(stages):
+        whole = backward - share * again
+        seconds[("F", stage)], seconds[("B", stage)] = forward, whole
+        seconds[("I", stage)] = seconds[("W", stage)] = (whole + again) / 2
     return Costs(seconds, message)
+
+
+def _crowded(schedule: Schedule, costs: Costs, crowd: float) -> float:
+    """Seconds of a schedule whose ranks share cores, `crowd` of them one, in equal parts: while some wait, the others
+    run as many times faster, at most until each has a core of its own."""
+    ends: dict[Action, float] = {}
+    places = [0] * schedule.ranks
+    under_way: dict[int, float] = {}  # by rank what is left of its action, at the speed while all compute
+    now = 0.0
+    while len(ends) < sum(map(len, schedule.orders)):
+        arrivals = []
+        for rank, order in enumerate(schedule.orders):
+            if rank in under_way or places[rank] == len(order):
+                continue
+            action = order[places[rank]]
+            needs = schedule.needs(action)
+            if all(need in ends for need in needs):
+                apart = (costs.message * (schedule.rank_of(need.stage) != rank) for need in needs)
+                start = max((ends[need] + more for need, more in zip(needs, apart, strict=True)), default=now)
+                if start <= now:
+                    under_way[rank] = costs.of(action)
+                else:
+                    arrivals.append(start)
+        speed = min(crowd, schedule.ranks / max(1, len(under_way)))
+        first = min(under_way.values(), default=float("inf")) / speed
+        step = min([first, *(start - now for start in arrivals)])
+        now += step
+        for rank in list(under_way):
+            under_way[rank] -= step * speed
+            if under_way[rank] <= 1e-12 * now:
+                ends[schedule.orders[rank][places[rank]]] = now
+                places[rank] += 1
+                del under_way[rank]
+    return now

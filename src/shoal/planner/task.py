@@ -14,6 +14,7 @@ from shoal.chunks import budget
 from shoal.plan import Option, Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import PINS, Spread
+from shoal.planner.pipes import Pace
 from shoal.planner.profile import Profile
 
 TERMS = (
@@ -195,7 +196,7 @@ class Estimate:
     """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
     device, and `on_host` and `on_disk` of it at home there; `wire`: bytes that a rank sends in a step, by what its
     ranks divide; `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated
-    in each way, and `stages`: seconds of a microbatch's forward and backward; `message`: of one between two. `forward`:
+    in each way, and `stages`: what a microbatch takes of it; `message`: seconds of one between two. `forward`:
     the part of computing that forwards are."""
 
     choice: Choice
@@ -206,7 +207,7 @@ class Estimate:
     wire: Mapping[str, float]
     microbatches: int
     again: tuple[Mapping[str, int], ...] = ()
-    stages: tuple[tuple[float, float], ...] = ()
+    stages: tuple[Pace, ...] = ()
     message: float = 0.0
     forward: float = 0.0
 

@@ -1,0 +1,79 @@
+"""What a schedule takes where its backwards are in halves, and where its ranks share cores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.planner.degrees import Spread
+from shoal.planner.lanes import within
+from shoal.planner.pipes import Pace, parted, simulated, slowest, waiting
+from shoal.planner.search import Search
+from tests.planner.models import task
+
+
+def test_a_rank_alone_at_work_has_the_core_of_the_one_that_waits():
+    """One microbatch: F0 F1 B1 B0, one after the other, each at twice the speed of two ranks on one core."""
+    both = [Pace(1.0, 3.0), Pace(1.0, 3.0)]
+    assert simulated("1f1b", 2, 1, 1, both, 0.0) == 8
+    assert simulated("1f1b", 2, 1, 1, both, 0.0, 2.0) == pytest.approx(4)
+    assert simulated("1f1b", 2, 1, 1, both, 0.5, 2.0) == pytest.approx(5), "a message takes as long as before"
+    assert waiting(4.0, 4.0, 2, 2.0) == 0 and waiting(4.0, 4.0, 2, 1.0) == 4
+
+
+def test_four_ranks_on_two_cores_wait_half_as_long():
+    """A rank has a core of its own at most: the chain of eight goes at twice the speed, where each rank has two."""
+    all_alike = [Pace(1.0, 1.0)] * 4
+    assert simulated("1f1b", 4, 1, 1, all_alike, 0.0) == 8
+    assert simulated("1f1b", 4, 1, 1, all_alike, 0.0, 2.0) == pytest.approx(4)
+    assert waiting(6.0, 2.0, 4, 2.0) == 2
+
+
+def test_the_longest_stage_has_the_cores_of_those_that_are_done():
+    """Each rank works for a second, then the first has eight left: at twice the speed these take four."""
+    assert simulated("gpipe", 2, 1, 1, [Pace(9.0, 0.0), Pace(1.0, 0.0)], 0.0, 2.0) == pytest.approx(5)
+    terms = within({"compute": 8.0, "parts": 2.0, "stages": 0.0, "optimizer": 1.0}, 5.0)
+    assert terms == {"compute": 4.0, "parts": 1.0, "stages": 0.0, "optimizer": 1.0, "bubble": 0.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zb1p", 1)]),
+    ranks=st.integers(2, 4),
+    microbatches=st.integers(1, 6),
+    crowd=st.floats(1.0, 4.0),
+    data=st.data(),
+)
+def test_sharing_cores_never_takes_longer_and_no_work_is_spared(name, ranks, microbatches, crowd, data):
+    schedule, chunks = name
+    seconds = st.floats(0.1, 3.0)
+    stages = [Pace(data.draw(seconds), data.draw(seconds)) for _ in range(ranks * chunks)]
+    asked = schedule, ranks, microbatches, chunks, stages, 0.0
+    alone, shared = simulated(*asked), simulated(*asked, crowd)
+    work = microbatches * math.fsum(each.forward + each.backward for each in stages)
+    assert max(work / ranks, alone / crowd) <= shared * (1 + 1e-9)
+    assert shared <= alone * (1 + 1e-9)
+
+
+def test_each_half_of_a_backward_computes_again():
+    """In zb1p nobody waits for the first rank's backwards, which run as wholes; all of the second one's are halves."""
+    assert parted("1f1b", 2, 8, 1) == (0, 0)
+    assert parted("zb1p", 2, 8, 1) == (0, 1)
+    stages = [Pace(1.0, 2.0 + 1.0, 1.0, 0.0), Pace(1.0, 2.0 + 2.0, 1.0, 1.0)]
+    assert slowest(stages, 2) == (1, 5.0)
+    assert simulated("zb1p", 2, 8, 1, stages, 0.0) == pytest.approx(8 * 5 + 1)
+
+
+def test_recompute_in_halves_is_priced_twice():
+    def compute(schedule: str, recompute: str) -> float:
+        asked = Search(task(rows=16, microbatch=2, recompute=(recompute,), schedules=((schedule, 1),)))
+        spread = Spread(stages=2, copies=4)
+        choice = next(each for each in asked.choices(spread) if each.zero == 0)
+        return asked.estimate(choice).terms["compute"]
+
+    again = compute("1f1b", "full") - compute("1f1b", "none")
+    assert again > 0
+    assert compute("zb1p", "full") - compute("zb1p", "none") == pytest.approx(2 * again)
