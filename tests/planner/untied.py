@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.parallel.tensor.graph.strategies import WHOLE, Lies, Strategy
 from shoal.parallel.tensor.graph.trace import Op, Trace
-from shoal.planner.costs import ATTENTION_BACKWARD
+from shoal.planner.computing import ATTENTION_BACKWARD
 from shoal.planner.operators import _Made, _Making
 from shoal.planner.placements import Problem, Rates, redistributed
 

@@ -1,11 +1,6 @@
 """Closed forms for what a choice takes: seconds of its terms, and bytes that travel. One `Prices` for each task; what
-depends on the degrees alone is computed once for each.
-
-Products reach a share of the peak that the device is said to reach, beside which what they read and write passes its
-memory once; all other operations reach a share of its bandwidth, and each operation takes at least a launch: beside its
-work on a host's cores, at most as long as its work on a device that is fed from a queue. Collectives take alpha-beta
-times over rings (`Link.seconds`). Backward takes twice the products of forward, two and a half times its attention, and
-twice its other traffic.
+depends on the degrees alone is computed once for each. What a device computes is in `computing`; collectives take
+alpha-beta times over rings (`Link.seconds`).
 """
 
 from __future__ import annotations
@@ -17,18 +12,14 @@ from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.planner.cluster import Device
+from shoal.planner.computing import BACKWARD, FORWARD, Times, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.profile import Message, PartProfile
 from shoal.planner.task import Task
 
-ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward over those of its forward: the scores are computed again."""
-ATTENTION_REACHES = 0.75
-"""The share of the products' rate that attention reaches."""
-CALLED, COMPILING = 20, 30.0
-"""Launches that a call of a compiled block takes beside its kernels, for guards and torch around it; seconds until one
-of a kind is compiled, there and back. Assumed."""
-SELECTING = 100  # launches that an operation takes on a CPU if torch asks in Python whether to keep it; measured
+COMPILING = 30.0
+"""Seconds until a compiled block of a kind is compiled, there and back. Assumed."""
+SELECTING = 25  # launches that an operation takes on a CPU if torch asks in Python whether to keep it; measured
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
@@ -54,7 +45,8 @@ class Spent:
 class Sizes:
     """The sizes of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of
     experts), and bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most
-    that one piece saves without recompute; `in_use`: elements of the largest piece."""
+    that one piece saves without recompute; `in_use`: elements of the largest piece; `calls`: operations of a
+    forward."""
 
     weights: float
     trained: float
@@ -63,6 +55,7 @@ class Sizes:
     boundary: float
     largest: float
     in_use: float
+    calls: float = 0.0
 
     def frees(self, policy: str) -> float:
         """Bytes of a row that recompute frees."""
@@ -79,6 +72,7 @@ def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
         sizes[0][0].boundary,
         max(each.largest for each, _ in sizes),
         max(each.in_use for each, _ in sizes),
+        sum(each.calls * number for each, number in sizes),
     )
 
 
@@ -169,12 +163,12 @@ class Prices:
     def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
         own, device = self.pieces[place], self.slowest
         blocks = [part for part in own if part.is_block]
-        forward = math.fsum(self._seconds(part, spread, rows, device, 1, 1, 1) for part in own)
-        backward = math.fsum(self._seconds(part, spread, rows, device, 2, ATTENTION_BACKWARD, 2) for part in own)
+        forward = math.fsum(self._seconds(part, spread, rows, FORWARD) for part in own)
+        backward = math.fsum(self._seconds(part, spread, rows, BACKWARD) for part in own)
         backward *= device.backward
-        some = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in blocks)
+        some = math.fsum(self._seconds(part, spread, rows, Times(0, 0, 1)) for part in blocks)
         some += SELECTING * device.launch * device.on_host * sum(part.calls.on(spread) for part in blocks)
-        full = math.fsum(self._seconds(part, spread, rows, device, 1 - part.spared, 1, 1) for part in blocks)
+        full = math.fsum(self._seconds(part, spread, rows, Times(1 - part.spared, 1, 1)) for part in blocks)
         sent = self._carried(own, spread, rows)
         return Spent(
             forward,
@@ -193,26 +187,9 @@ class Prices:
         messages = (message for part in parts for message in part.messages)
         return [(each, seconds) for each in messages if (seconds := self.carried(each, spread, rows))]
 
-    def _seconds(
-        self,
-        part: PartProfile,
-        spread: Spread,
-        rows: int,
-        device: Device,
-        products: float,
-        attention: float,
-        rest: float,
-    ) -> float:
-        """Seconds of a part, with so many times the products, the attention and all else of a forward."""
-        peak, operations = device.peak(self.task.numbers.dtype), rows * part.products.on(spread)
-        work = products * operations / (peak * device.share(operations / max(1, part.multiplied)))
-        work += rows * products * part.operands.on(spread) / (device.bandwidth * device.streams)
-        work += rows * attention * part.attention.on(spread) / (peak * device.reaches * ATTENTION_REACHES)
-        fused = self.compiled and part.is_block
-        touched, calls = (part.fused, part.kernels) if fused else (part.touched, part.calls)
-        work += rows * rest * touched.on(spread) / (device.bandwidth * device.streams)
-        launches = (max(products, rest) * calls.on(spread) + CALLED * fused) * device.launch
-        return work + launches if device.on_host else max(work, launches)
+    def _seconds(self, part: PartProfile, spread: Spread, rows: int, times: Times) -> float:
+        """Seconds of a part of the model on the slowest device, with so many times a forward."""
+        return seconds_of(part, spread, rows, times, self.slowest, self.task.numbers, self.compiled and part.is_block)
 
     def carried(self, message: Message, spread: Spread, rows: int) -> float:
         """Seconds of a message in forward; 0 where no ranks divide that."""
@@ -246,6 +223,7 @@ class Prices:
             own[0].boundary.on(spread) if own[0].boundary.value else given,
             saved,
             math.fsum(part.weights.on(spread) for part in own),
+            math.fsum(part.calls.on(spread) for part in own),
         )
 
 

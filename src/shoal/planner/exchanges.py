@@ -77,8 +77,9 @@ def sends_of(prices: Prices, choice: Choice) -> Sends:
 
 GATHERED_FIRST = 0.1
 """The share of gathers that nothing hides: of the first chunk of a forward, and of a backward."""
-HOOKS = 20
-"""Launches that the hooks of one gather take of a host's cores."""
+HOOKS, WATCHED = 4, 4
+"""Launches that the hooks of one gather take of a host's cores, and those of what an operation saves for backward, of
+its module and of its parameters, where weights are at home elsewhere (chunks/gather, chunks/saved)."""
 MOST_CHUNKS = 24
 """Chunks of a rank's gradients that are counted at most: of more, calls take little beside what they carry."""
 
@@ -97,15 +98,17 @@ def chunks(gradients: float, link: Link, ranks: int) -> int:
 def moved(
     prices: Prices, choice: Choice, own: Sizes, number: int, window: float, tied: float, has: Held, kept: float
 ) -> float:
-    """Seconds in which a rank waits for weights, gradients and activations that travel between its device and the host.
-    `kept`: bytes of a microbatch that backward keeps."""
+    """Seconds in which a rank waits for weights, gradients and activations that travel between its device and the host;
+    on cores also those of the hooks that watch them. `kept`: bytes of a microbatch that backward keeps."""
     if choice.offload is None:
         return 0.0
+    device = prices.slowest
+    watching = number * own.calls * WATCHED * device.launch if device.on_host else 0.0
     cluster, home = prices.task.cluster, resting(prices, choice, own, tied)
     nbytes = has.times(number) * home["weights"] + (1 - has.stays) * number * home["gradients"]
     nbytes += 2 * number * choice.offload.activations * kept
     seconds = nbytes / cluster.to_host
-    return max(0.05 * seconds, seconds - cluster.overlap * window)
+    return watching + max(0.05 * seconds, seconds - cluster.overlap * window)
 
 
 def updated(prices: Prices, choice: Choice, own: Sizes, tied: float, has: Held) -> float:

@@ -16,7 +16,7 @@ from shoal.device import hardware_name, is_accelerator
 
 STALE = 30 * 86400.0
 """Seconds after which what is kept does not count any more."""
-METHOD = 2
+METHOD = 3
 """Of how rates are measured: what an earlier version has kept does not count."""
 
 

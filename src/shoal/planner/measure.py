@@ -18,7 +18,17 @@ import torch
 
 from shoal.comm import Reach, Reaches, World, measure_reaches
 from shoal.comm.reaches import hosts_of
-from shoal.device import CPU, free_memory, hardware_name, is_accelerator, kind_of, measure_products, synchronize
+from shoal.device import (
+    CPU,
+    free_memory,
+    hardware_name,
+    is_accelerator,
+    kind_of,
+    measure_operations,
+    measure_products,
+    measure_shortest,
+    synchronize,
+)
 from shoal.device.memory import forget_most_allocated
 from shoal.errors import StorageError
 from shoal.optim.tiers.disk import THREADS, Stored, buffer
@@ -28,7 +38,7 @@ from shoal.planner.learned import learned, newest
 
 log = logging.getLogger(__name__)
 
-COPIED, WRITTEN, TINY = 64 * 2**20, 32 * 2**20, 200
+COPIED, WRITTEN = 64 * 2**20, 32 * 2**20
 USUAL = Link(1.5e-4, 2e9)
 """Between ranks of a host over memory that they share, where nobody has measured it."""
 ON_HOST, ON_DEVICE = (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +51,8 @@ class Rates:
 
     - `flops`: operations a second of its best products, by format
     - `reached`: shares of that which products of the format that was asked for reach, by the operations of one
-    - `bandwidth`: bytes a second of other operations; `launch`: seconds of the shortest, with its part of autograd
+    - `bandwidth`: bytes a second of other operations; `launch`: seconds of one beside its work, with autograd's part
+      and that of the modules around it
     - `to_host`: bytes a second that are copied between its memory and the host's; `disk`: written and read again
     - `took`, `at`: seconds that measuring took, and when it was, in Unix time
     """
@@ -84,7 +95,7 @@ def rates(device: torch.device, dtype: torch.dtype, fresh: bool = False) -> Rate
 def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     log.info("measuring what this device reaches, once a month: it takes a few seconds")
     began = time.perf_counter()
-    bandwidth, launch = _bandwidth(device), _launch(device)
+    bandwidth, launch, alone = _bandwidth(device), measure_operations(device), measure_shortest(device)
     rows = measure_products(device, dtype)
     flops = {_format(dtype): max(operations / seconds for operations, seconds in rows)}
     for other in ON_DEVICE if is_accelerator(device) else ON_HOST:
@@ -92,7 +103,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
             if other != dtype:
                 more = measure_products(device, other, largest=False)
                 flops[_format(other)] = max(operations / seconds for operations, seconds in more)
-    reached = _shares(rows, flops[_format(dtype)], dtype.itemsize, bandwidth, 0.0 if is_accelerator(device) else launch)
+    reached = _shares(rows, flops[_format(dtype)], dtype.itemsize, bandwidth, 0.0 if is_accelerator(device) else alone)
     copies, disk = _copies(device), _disk()
     forget_most_allocated(device)  # nothing of this is part of a run's peak
     return Rates(flops, reached, bandwidth, launch, copies, disk, time.perf_counter() - began, time.time())
@@ -132,18 +143,6 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, device=device)
     into = torch.empty_like(source)
     return 2 * COPIED / _quickest(device, 4, lambda: torch.add(source, 1.0, out=into))
-
-
-def _launch(device: torch.device) -> float:
-    small = torch.ones(16, device=device, requires_grad=True)
-
-    def work() -> None:
-        value = small
-        for _ in range(TINY):
-            value = value + 1.0
-        value.sum().backward()
-
-    return _quickest(device, 3, work) / (3 * TINY)  # forward counts once, backward twice
 
 
 def _copies(device: torch.device) -> float:
@@ -243,6 +242,7 @@ def here(
         found.reached,
         backward / forward,
         update / forward,
+        crowd,
     )
     told = sorted((each for each in (groups, known) if each is not None), key=lambda each: each.at)
     inside = newest(reach for each in told for reach in each.inside)

@@ -17,7 +17,7 @@ from shoal.parallel.tensor.graph.select import HANDLERS, followed
 from shoal.parallel.tensor.graph.strategies import WHOLE, Lies, Strategy, Ways
 from shoal.parallel.tensor.graph.trace import Op, Trace, fake_mode, tensors_in, trace
 from shoal.parallel.tensor.graph.views import VIEWS
-from shoal.planner.costs import ATTENTION_BACKWARD
+from shoal.planner.computing import ATTENTION_BACKWARD
 from shoal.planner.placements import Problem, Rates, redistributed
 from shoal.planner.prepare import Subject, in_one_line
 from shoal.training.loss import call_loss

@@ -20,7 +20,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.route import Question, route, sent
 from shoal.parallel.tensor.graph.strategies import Lies
 from shoal.planner.cluster import Device, Link
-from shoal.planner.costs import ATTENTION_REACHES
+from shoal.planner.computing import ATTENTION_REACHES
 from shoal.planner.elimination import Costs, cheapest
 
 _AXIS = "tp"

@@ -47,8 +47,9 @@ class PartProfile:
     """One part of a model. Quantities of one row, but `weights`, `trained` and `experts` (elements of parameters, of
     stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes
     that products and attention read and write; `spared`: the share of products that backward does not need again, as
-    they come after the last tensor that it asks for; `multiplied`: number of products, which depends on no degree;
-    `fused`, `kernels`: `touched` and `calls` where the part is compiled (see fusion)."""
+    they come after the last tensor that it asks for; `multiplied`, `tensors`: number of products and of parameters that
+    are trained, which depend on no degree; `fused`, `kernels`: `touched` and `calls` where the part is compiled (see
+    fusion)."""
 
     name: str
     is_block: bool
@@ -69,6 +70,7 @@ class PartProfile:
     multiplied: int = 0
     fused: Cut = field(default_factory=lambda: Cut(0.0, {}))
     kernels: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    tensors: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         seen.multiplied,
         quantities["fused"],
         quantities["kernels"],
+        alone.tensors[place],
     )
 
 

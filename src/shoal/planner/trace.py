@@ -69,12 +69,14 @@ class Seen:
 class Trace:
     """A microbatch of a model: its parts in order, what backward sends beside what forwards do, and the most bytes of
     temporaries. `weights`: elements of each part's parameters on this rank, `trained` those that have gradients,
-    `experts` those of stacked experts. `whole`: elements of the whole model, where tied ones count once."""
+    `experts` those of stacked experts; `tensors`: its parameters that have gradients. `whole`: elements of the whole
+    model, where tied ones count once."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
     trained: tuple[int, ...]
     experts: tuple[int, ...]
+    tensors: tuple[int, ...]
     sent: dict[tuple[str, str], Traffic]
     temporaries: int
     whole: int
@@ -111,8 +113,8 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
             kept += value  # type: ignore[operator]
         most = max(most, live - kept)
     numbers = [_elements(ready, unit) for unit in units]
-    weights, trained, experts = zip(*numbers, strict=True) if numbers else ((), (), ())
-    return Trace(tuple(looker.found), weights, trained, experts, _traffic(ready), most, ready.whole)
+    weights, trained, experts, tensors = zip(*numbers, strict=True) if numbers else ((), (), (), ())
+    return Trace(tuple(looker.found), weights, trained, experts, tensors, _traffic(ready), most, ready.whole)
 
 
 def _traffic(ready: Prepared) -> dict[tuple[str, str], Traffic]:
@@ -124,8 +126,8 @@ def _traffic(ready: Prepared) -> dict[tuple[str, str], Traffic]:
     return found
 
 
-def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int]:
-    """Elements of a part's parameters: all, trained, and of stacked experts."""
+def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int]:
+    """Elements of a part's parameters: all, trained, and of stacked experts; and the number of those trained."""
     known = {id(parameter): name for name, parameter in ready.local.module.named_parameters()}
     keys = {name: key for name, _, key in ready.parameters}
     own = {id(each): each for each in unit.module.parameters()}
@@ -134,6 +136,7 @@ def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int]:
         sum(size for size, _ in found),
         sum(size for size, key in found if key.trainable),
         sum(size for size, key in found if key.group == EXPERTS),
+        sum(key.trainable for _, key in found),
     )
 
 

@@ -1,0 +1,68 @@
+"""What an operation takes beside its work: alone, and in a model of small layers, with autograd's part and that of the
+modules around it in Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.device.streams import synchronize
+
+WIDTH, LAYERS, TRIALS = 16, 24, 10
+COUNTED = 5
+"""Operations of a layer in forward, as the planner counts them: a norm, two products, an activation, an addition."""
+ALONE = 200
+"""Operations one after the other."""
+
+
+class _Layer(nn.Module):
+    """A block of a transformer without its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+def measure_operations(device: torch.device) -> float:
+    """Seconds of one of the operations of a few small layers on a row, in a few hundredths of a second. A backward
+    counts as twice the operations of its forward."""
+    with torch.random.fork_rng(devices=[]):  # what is measured draws nothing from what a run goes on with
+        model = nn.Sequential(*(_Layer() for _ in range(LAYERS))).to(device)
+    x = torch.ones(1, WIDTH, device=device)
+
+    def work() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return _quickest(device, work) / (3 * COUNTED * LAYERS)
+
+
+def measure_shortest(device: torch.device) -> float:
+    """Seconds of the shortest operation, alone: additions of a few numbers."""
+    small = torch.ones(WIDTH, device=device)
+
+    def work() -> None:
+        value = small
+        for _ in range(ALONE):
+            value = value + 1.0
+
+    return _quickest(device, work) / ALONE
+
+
+def _quickest(device: torch.device, work: Callable[[], None]) -> float:
+    """Seconds of the shortest of several runs, after one that is not timed."""
+    work()
+    taken = []
+    for _ in range(TRIALS):
+        synchronize(device)
+        began = time.perf_counter()
+        work()
+        synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return min(taken)

@@ -1,0 +1,57 @@
+"""Seconds that a device computes for a part of a model.
+
+Products reach a share of the peak that the device is said to reach, beside which what they read and write passes its
+memory once; all other operations reach a share of its bandwidth, and each operation takes at least a launch: beside its
+work on a host's cores, at most as long as its work on a device that is fed from a queue. Backward takes twice the
+products of forward, two and a half times its attention, and twice its other traffic; and each gradient of a microbatch
+is added to those before it, by a hook of its parameter (exchange/reducer). On an accelerator the additions are part of
+what products reach, which was fitted to whole steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.planner.cluster import Device
+from shoal.planner.degrees import Spread
+from shoal.planner.profile import PartProfile
+from shoal.planner.task import Numbers
+
+ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over those of its forward: the scores are computed again."""
+ATTENTION_REACHES = 0.75
+"""The share of the products' rate that attention reaches."""
+CALLED = 20
+"""Launches that a call of a compiled block takes beside its kernels, for guards and torch around it. Assumed."""
+ADDED, HOOK = 3, 2
+"""Times that memory has a gradient pass as it is added to a sum, and launches that a parameter's hook takes."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How many times the products, the attention and all else of a forward; and whether gradients come of it."""
+
+    products: float
+    attention: float
+    rest: float
+    gradients: bool = False
+
+
+FORWARD, BACKWARD = Times(1, 1, 1), Times(2, ATTENTION_BACKWARD, 2, gradients=True)
+
+
+def seconds_of(
+    part: PartProfile, spread: Spread, rows: int, times: Times, device: Device, numbers: Numbers, compiled: bool
+) -> float:
+    """Seconds of `rows` rows on one rank of `spread`, with blocks as they are written, or `compiled`."""
+    peak, operations = device.peak(numbers.dtype), rows * part.products.on(spread)
+    work = times.products * operations / (peak * device.share(operations / max(1, part.multiplied)))
+    work += rows * times.attention * part.attention.on(spread) / (peak * device.reaches * ATTENTION_REACHES)
+    touched, calls = (part.fused, part.kernels) if compiled else (part.touched, part.calls)
+    moved = rows * (times.products * part.operands.on(spread) + times.rest * touched.on(spread))
+    if device.on_host:
+        moved += times.gradients * ADDED * numbers.gradient * part.trained.on(spread)
+    work += moved / (device.bandwidth * device.streams)
+    launches = max(times.products, times.rest) * calls.on(spread) + CALLED * compiled
+    launches += times.gradients * HOOK * part.tensors
+    return work + launches * device.launch if device.on_host else max(work, launches * device.launch)

@@ -1,0 +1,52 @@
+"""What a device takes for a part of a model, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.planner.computing import ADDED, BACKWARD, FORWARD, HOOK, seconds_of
+from shoal.planner.degrees import Spread
+from shoal.planner.exchanges import WATCHED
+from shoal.planner.search import Search
+from shoal.planner.task import Choice, Offload
+from tests.planner.models import model, part, task
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_gradients_of_a_microbatch_are_added_once_whatever_its_rows(rows):
+    asked, own = task(), part("block", 0.0, 1e6, 0.0)
+    device = replace(asked.cluster.hosts[0].device, launch=0.0, on_host=True)
+    forward, backward = (
+        seconds_of(own, Spread(), rows, times, device, asked.numbers, False) for times in (FORWARD, BACKWARD)
+    )
+    added = ADDED * asked.numbers.gradient * 1e6 / (device.bandwidth * device.streams)
+    assert backward == pytest.approx(2 * forward + added)
+    cut = seconds_of(own, Spread(parts=4), rows, BACKWARD, device, asked.numbers, False)
+    assert cut == pytest.approx(backward / 4)
+    beside = replace(device, on_host=False)
+    assert seconds_of(own, Spread(), rows, BACKWARD, beside, asked.numbers, False) == pytest.approx(2 * forward)
+
+
+def test_on_cores_each_parameter_has_its_hook():
+    asked, own = task(), part("block", 0.0, 0.0, 0.0)
+    device = replace(asked.cluster.hosts[0].device, launch=1e-3, on_host=True)
+    few, many = (
+        seconds_of(replace(own, tensors=tensors), Spread(), 1, BACKWARD, device, asked.numbers, False)
+        for tensors in (2, 5)
+    )
+    assert many - few == pytest.approx(3 * HOOK * 1e-3)
+
+
+def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_elsewhere():
+    """Four blocks of ten operations on each of two stages, and an end of ten, for each of two microbatches."""
+    asked = task(model(8), rows=16, microbatch=2)
+    host = asked.cluster.hosts[0]
+    choice = Choice(Spread(stages=2, copies=4), 2, offload=Offload())
+    terms = []
+    for launch in (0.0, 1e-3):
+        device = replace(host.device, launch=launch, on_host=True)
+        on = replace(asked.cluster, hosts=(replace(host, device=device),) * 2)
+        terms.append(Search(replace(asked, cluster=on)).estimate(choice).terms["offload"])
+    assert terms[1] - terms[0] == pytest.approx(2 * 50 * WATCHED * 1e-3, rel=0.1)
