@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.planner.made_up import Values, patched
@@ -36,3 +37,12 @@ def test_all_of_a_mask_is_true_however_that_is_asked():
         mask = torch.ones(3, 5, dtype=torch.bool)
         assert mask.all() and mask.sum() == mask.numel() and int(mask.sum()) == 15
         assert mask.sum() != 14
+
+
+@pytest.mark.fast
+def test_the_gradient_of_an_embedding_with_padding_has_rows_of_all_tokens():
+    """A rehearsal of a model of transformers with a pad_token_id was refused, as one that goes on by values."""
+    with FakeTensorMode(), Values():
+        words = nn.Embedding(7, 4, padding_idx=0, sparse=True)
+        words(torch.ones(2, 3, dtype=torch.int64)).square().sum().backward()
+        assert words.weight.grad is not None and words.weight.grad._values().shape == (6, 4)
