@@ -156,6 +156,30 @@ def test_the_others_differ_in_where_rank_0_is(request_of) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"volumes": '{"my data" = "/data"}'}, "cluster.volumes: 'my data' is no name in Kubernetes"),
+        ({"volumes": '{Training = "/data"}'}, "cluster.volumes: 'Training' is no name in Kubernetes"),
+        ({"secret": '"a_b"'}, "cluster.secret = 'a_b' is no name in Kubernetes"),
+        ({"queue": '"the queue"'}, "cluster.queue = 'the queue' is no name in Kubernetes"),
+        ({"image": '"lab/shoal :1"'}, "cluster.image = 'lab/shoal :1'"),
+        ({"volumes": '{a = "/data", b = "/data/"}'}, "cluster.volumes.b = '/data/': it is that of a, too"),
+        ({"volumes": '{a = "/data", b = "/dev/shm"}'}, "cluster.volumes.b = '/dev/shm': it is that of the job"),
+        ({"volumes": '{a = "/data", b = "/x:y"}'}, "cluster.volumes.b = '/x:y': a path with : is refused"),
+        ({"env": '{PET_NPROC_PER_NODE = "1"}'}, "cluster.env.PET_NPROC_PER_NODE: the pods find each other by it"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_kubernetes_would_refuse_is_named_by_its_key(
+    request_of, kind: str, values: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        KINDS[kind](request_of(**values))
+    assert message in str(caught.value)
+
+
+@fast
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
         ({"image": '""'}, "cluster.image is missing"),
         ({"volumes": "{}"}, "cluster.volumes = {training ="),
         ({"volumes": '{training = "/elsewhere"}'}, 'give a run.dir below it, "/data/first"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,6 +14,7 @@ import pytest
 
 from shoal.errors import UserError
 from shoal.jobs.cluster.backend import State, Submitted, backend, submit
+from shoal.jobs.cluster.ray_job import specification
 from shoal.report.events import Event
 
 pytestmark = pytest.mark.fast
@@ -105,6 +107,18 @@ def test_a_job_is_submitted(job: Submitted, ray, tmp_path: Path) -> None:
     assert metadata == {"job_name": "my-job", "run_dir": str(tmp_path / "run")}
     assert backend("ray").state(job) == State("waits", "Job has not started yet.")
     assert backend("ray").log(job) == "step 1\n"
+
+
+@pytest.mark.parametrize("value", ["$HOME/data", "a${HOME}b", "$HOME", "${", "$5, a$ and $(date)"])
+def test_a_value_that_ray_would_change_is_refused_where_other_hosts_get_it(request_of, value: str) -> None:
+    found = request_of(env=f"{{ODD = '{value}'}}")
+    if "HOME" in value:
+        with pytest.raises(UserError, match=r"cluster.env.ODD = .*: Ray puts a variable of each host in place of \$"):
+            specification(found)
+    else:
+        assert specification(found)["runtime_env"]["env_vars"]["ODD"] == value
+    alone = replace(found, module=("m",), cluster=replace(found.cluster, nodes=1))
+    assert f"\nexport ODD={shlex.quote(value)}\n" in shlex.split(specification(alone)["entrypoint"])[-1]
 
 
 @pytest.mark.parametrize(

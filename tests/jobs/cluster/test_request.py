@@ -14,6 +14,7 @@ from shoal.jobs.cluster.table import Cluster
 from shoal.jobs.config import tables
 from shoal.jobs.read import load_job
 from shoal.jobs.write import to_toml
+from shoal.launch.environment import MARKS
 
 pytestmark = pytest.mark.fast
 
@@ -42,6 +43,8 @@ def test_times(time: str | int, seconds: int) -> None:
         ({"memory": "1B"}, 'give at least "1MiB"'),
         ({"env": {"A": 1}}, 'cluster.env.A = 1: give a text, "1"'),
         ({"env": {"A B": "1"}}, "'A B' is no name of an environment variable"),
+        ({"env": {"RANK": "0"}}, "cluster.env.RANK: by this variable a rank knows itself"),
+        ({"env": {"SHOAL_SECRET": "s" * 32}}, "cluster.env.SHOAL_SECRET: it would be written into"),
         ({"volumes": {"claim": "data"}}, "give the path where it is mounted"),
         ({"options": ["account=lab"]}, "is no option of sbatch"),
         ({"options": ["--account=lab\nrm -r /"]}, "is no option of sbatch"),
@@ -51,6 +54,13 @@ def test_a_wrong_table_is_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         Cluster(**table)
     assert message in str(caught.value)
+
+
+def test_no_variable_that_makes_a_process_a_rank_is_set_for_all() -> None:
+    for name in MARKS:
+        with pytest.raises(UserError, match=f"cluster.env.{name}: "):
+            Cluster(env={name: "1"})
+    Cluster(env={"PET_MAX_RESTARTS": "3", "NCCL_DEBUG": "INFO", "MASTER_PORT": "29501"})
 
 
 def test_a_job_asks_for_its_ranks_and_its_directory(job_file: Path) -> None:

@@ -25,6 +25,8 @@ GRACE = 120
 HOPELESS = [2, 3, 5]
 """Exit codes after which a retry changes nothing: a wrong job, a loss that is not finite, no good checkpoint."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""What Kubernetes takes as the name of a claim, a Secret or a queue."""
 
 
 def check(request: Request) -> None:
@@ -39,12 +41,37 @@ def check(request: Request) -> None:
             f"ps_count = {request.parameter_servers}: ranks average gradients among themselves, so there is nothing "
             "for parameter servers to do: leave ps_count out"
         )
+    _check_names(request)
     where = PurePosixPath(request.run_dir)
     if request.file and not any(where.is_relative_to(path) for path in (cluster.volumes or {}).values()):
         raise UserError(
             f'run.dir = "{request.run_dir}" ends with its pod: mount a claim, e.g. cluster.volumes = {{training = '
             f'"/data"}}, and give a run.dir below it, "/data/{request.run_dir.name}"'
         )
+
+
+def _check_names(request: Request) -> None:
+    """Raises UserError for what Kubernetes would refuse, or never find."""
+    cluster = request.cluster
+    claims = [(f"volumes: {claim!r}", claim) for claim in cluster.volumes or {}]
+    others = [(f"{key} = {value!r}", value) for key in ("secret", "queue") if (value := getattr(cluster, key))]
+    for what, name in (*claims, *others):
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"cluster.{what} is no name in Kubernetes: give one of lower-case letters, digits, - and ., which "
+                "begins and ends with a letter or digit"
+            )
+    if any(c.isspace() for c in cluster.image or ""):
+        raise UserError(f'cluster.image = {cluster.image!r}: a name of an image has no blanks, e.g. "lab/shoal:1"')
+    places = dict.fromkeys((FOLDER, "/dev/shm"), "the job itself")
+    for claim, path in (cluster.volumes or {}).items():
+        place = str(PurePosixPath(path))
+        if ":" in path or place in places:
+            why = "a path with : is refused by Kubernetes" if ":" in path else f"it is that of {places[place]}, too"
+            raise UserError(f"cluster.volumes.{claim} = {path!r}: {why}. Give another path")
+        places[place] = claim
+    for name in {each["name"] for each in meeting(request, "")} & set(cluster.env or {}):
+        raise UserError(f"cluster.env.{name}: the pods find each other by it, and have it already: leave it out")
 
 
 def pod_spec(request: Request, first: str, container: str) -> Document:

@@ -7,7 +7,9 @@ hosts share this one's file system, as with Slurm.
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import UserError
@@ -20,8 +22,10 @@ GRACE = 120
 
 def specification(request: Request, file: str | None = None) -> dict[str, Any]:
     """Returns the arguments of `JobSubmissionClient.submit_job`. file: the path of the job file; by default its own.
-    Raises UserError for what takes one host, where there are more."""
+    Raises UserError for what takes one host, where there are more, and for variables that Ray would change."""
     cluster = request.cluster
+    if not _one_host(request):
+        _check_variables(cluster.env or {})
     variables = {**(cluster.env or {}), "RAY_JOB_STOP_WAIT_TIME_S": str(GRACE)}
     return {
         "entrypoint": f"exec bash -c {shlex.quote(script(cluster, _command(request, file), request.directory))}",
@@ -29,6 +33,17 @@ def specification(request: Request, file: str | None = None) -> dict[str, Any]:
         "metadata": {"job_name": request.name, "run_dir": str(request.record)},
         **(_reserved(request) if _one_host(request) else {}),
     }
+
+
+def _check_variables(env: Mapping[str, str]) -> None:
+    """Raises UserError for a value in which Ray would put other variables, which it does on each host anew
+    (ray._private.utils.update_envs); it has no way to write a $ before a name."""
+    for name, value in env.items():
+        if found := re.search(r"\$(\{[^}]*\}|[A-Za-z_]\w*)", value, re.ASCII):
+            raise UserError(
+                f"cluster.env.{name} = {value!r}: Ray puts a variable of each host in place of {found[0]}, and cannot "
+                "be told not to. Write out what it stands for"
+            )
 
 
 def _one_host(request: Request) -> bool:

@@ -11,6 +11,11 @@ from shoal.plan import nbytes
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LEAST_MEMORY = 2**20
+_OWN = re.compile(
+    "(SHOAL_|LOCAL_|PMI_)?RANK|(LOCAL_)?WORLD_SIZE|SHOAL_(SIZE|LOCAL_RANK|LOCAL_SIZE|STORE)|PMI_SIZE"
+    "|JOB_COMPLETION_INDEX|SLURM_PROCID|PET_(NNODES|NODE_RANK)|(OMPI|MV2)_COMM_WORLD_.*"
+)
+"""Variables by which a rank knows itself; a test has those of launch.environment."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,16 @@ class Cluster:
         for name in self.env or {}:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise UserError(f"cluster.env: {name!r} is no name of an environment variable")
+            if _OWN.fullmatch(name):
+                raise UserError(
+                    f"cluster.env.{name}: by this variable a rank knows itself, and what starts the ranks sets it: "
+                    "leave it out"
+                )
+            if name == "SHOAL_SECRET":
+                raise UserError(
+                    "cluster.env.SHOAL_SECRET: it would be written into the rendered document. Leave it out: Slurm and "
+                    "Ray make one for each job, and Kubernetes takes that of cluster.secret"
+                )
         for claim, path in (self.volumes or {}).items():
             if not path.startswith("/"):
                 raise UserError(f'cluster.volumes.{claim} = {path!r}: give the path where it is mounted, e.g. "/data"')
