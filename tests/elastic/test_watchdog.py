@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 
 from shoal.elastic.watchdog import Watchdog
-from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, VARIABLE, Board, Progress, open_board, read_board
+from shoal.launch.board import (
+    BUSY,
+    EVALUATION,
+    FIRST,
+    SAMPLE,
+    SAVE,
+    STEP,
+    VARIABLE,
+    Board,
+    Progress,
+    open_board,
+    read_board,
+)
 
 pytestmark = pytest.mark.fast
+
+WHERE = "all_reduce (loss), collective 7 of group world"
 
 
 def trained(seconds: float, steps: int = 8, ranks: int = 2) -> tuple[Watchdog, dict[int, Progress], float]:
@@ -69,7 +83,7 @@ def test_the_second_step_has_as_long_as_the_first_and_none_has_a_limit_where_the
     watchdog = Watchdog()
     one = {0: Progress(7, STEP, 100.0, 100.0, first=1800.0)}
     assert watchdog.look(one, set(), 1899.0) is None and watchdog.look(one, set(), 1901.0).ranks == (0,)
-    for phase in (FIRST, STEP, EVALUATION, SAVE):
+    for phase in (FIRST, STEP, EVALUATION, SAVE, SAMPLE):
         assert Watchdog().look({0: Progress(7, phase, 100.0, 100.0)}, set(), 1e9) is None
 
 
@@ -100,12 +114,12 @@ def test_a_rank_measures_its_evaluations_and_saves_from_the_first_step_of_a_plan
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     board, found = Board(tmp_path / "board", lambda: None), []
-    for phase, seconds in ((SAVE, 30.0), (FIRST, 40.0), (STEP, 1.0), (EVALUATION, 0.02), (EVALUATION, 0.05)):
+    for phase, seconds in ((SAVE, 30.0), (FIRST, 40.0), (SAMPLE, 3.0), (EVALUATION, 0.02), (EVALUATION, 0.05)):
         board.show(phase)
         now[0] += seconds
         found.append(read_board(tmp_path / "board"))
     assert [(each.evaluation, each.save) for each in found[:4]] == [(0.0, 0.0)] * 4
-    assert found[4].evaluation == pytest.approx(0.02)
+    assert (found[4].evaluation, found[4].sample) == pytest.approx((0.02, 3.0))
     board.show(BUSY)
     assert read_board(tmp_path / "board").evaluation == pytest.approx(0.05)
     board.show(SAVE)
@@ -119,8 +133,21 @@ def test_a_rank_measures_its_evaluations_and_saves_from_the_first_step_of_a_plan
 
 def test_who_builds_is_not_late():
     watchdog, boards, now = trained(0.1)
+    boards = {0: replace(boards[0], waits=now, where=WHERE, first=60.0), 1: replace(boards[1], phase=BUSY, first=60.0)}
+    assert watchdog.look(boards, set(), now + 100) is None and watchdog.standstill is None
+    hang = watchdog.look({**boards, 0: replace(boards[0], waits=0.0)}, set(), now + 100)
+    assert hang.ranks == (0,), "it waits for nobody"
+
+
+def test_who_builds_and_waits_is_late_after_the_time_that_the_job_gives():
+    """One rank hangs in a collective of the others, which wait in another one: of a change of the plan, say."""
+    watchdog, boards, now = trained(0.1)
+    boards = {rank: replace(board, waits=now, where=WHERE, first=60.0) for rank, board in boards.items()}
     boards[1] = replace(boards[1], phase=BUSY)
-    assert watchdog.look(boards, set(), now + 100) is None
+    assert watchdog.look(boards, set(), now + 59) is None and watchdog.standstill is None
+    assert watchdog.look(boards, set(), now + 61) is None and watchdog.standstill.first
+    assert watchdog.look({**boards, 1: replace(boards[1], first=0.0)}, set(), 1e6) is None
+    assert watchdog.standstill is None
 
 
 def test_an_evaluation_that_comes_no_further_is_found_by_its_own_pace():
@@ -149,17 +176,24 @@ def test_microbatches_of_an_evaluation_that_are_quick_have_ten_seconds_or_five_s
         assert watchdog.look(boards, set(), now + limit + 0.1).ranks == (0, 1)
 
 
-def test_a_save_has_a_minute_or_five_times_as_long_as_the_longest_before():
+@pytest.mark.parametrize(
+    ("phase", "field", "does", "at"),
+    [
+        (SAVE, "save", "has not completed a save", "in a save"),
+        (SAMPLE, "sample", "has not written a sample", "writing a sample"),
+    ],
+)
+def test_a_save_or_a_sample_has_a_minute_or_five_times_as_long_as_the_longest_before(phase, field, does, at):
     for took, limit in ((0.5, 60.0), (20.0, 100.0)):
         watchdog, boards, now = trained(0.1)
-        boards = {rank: replace(board, phase=SAVE) for rank, board in boards.items()}
+        boards = {rank: replace(board, phase=phase) for rank, board in boards.items()}
         assert watchdog.look(boards, set(), now + 1000) is None  # the first one
-        boards = {rank: Progress(9, SAVE, now, now, save=took) for rank in boards}
+        boards = {rank: Progress(9, phase, now, now, **{field: took}) for rank in boards}
         boards[0] = replace(boards[0], waits=now, where="all_gather")
         assert watchdog.look(boards, set(), now + limit - 0.1) is None
         hang = watchdog.look(boards, set(), now + limit + 0.1)
-        assert hang.ranks == (1,) and hang.text.startswith(f"rank 1 has not completed a save for {limit:.0f} s; rank 0")
-        assert hang.text.endswith("rank 1 is in a save after step 9")
+        assert hang.ranks == (1,) and hang.text.startswith(f"rank 1 {does} for {limit:.0f} s; rank 0")
+        assert hang.text.endswith(f"rank 1 is {at} after step 9")
 
 
 def test_a_host_whose_ranks_all_wait_leaves_it_to_the_others_for_a_moment():
@@ -167,9 +201,6 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_the_others_for_a_moment():
     boards = {rank: replace(board, waits=now, where="barrier") for rank, board in boards.items()}
     assert watchdog.look(boards, set(), now + 11) is None
     assert not watchdog.look(boards, set(), now + 12.5).here
-
-
-WHERE = "all_reduce (loss), collective 7 of group world"
 
 
 @pytest.mark.parametrize("phase, limit, at", [(EVALUATION, 10.0, "in an evaluation"), (SAVE, 60.0, "in a save")])
@@ -192,7 +223,8 @@ def test_ranks_that_all_wait_in_an_evaluation_or_a_save_are_no_hang_unless_nobod
     assert watchdog.standstill is None  # it is missing
     for other in (
         {"stepped": now + limit, "waits": now + limit},  # it comes further, as one with more microbatches
-        {"phase": BUSY},  # it writes a sample
+        {"phase": SAMPLE, "first": 1800.0},  # it writes a sample
+        {"phase": BUSY},
     ):
         watchdog.look(boards, set(), now + limit + 0.5)
         assert watchdog.standstill is not None
@@ -247,8 +279,12 @@ def test_what_a_rank_shows_is_read(tmp_path: Path):
     board.show(SAVE)
     while (found := read_board(tmp_path / "board")).waits:
         time.sleep(0.02)
-    board.close()
     assert (found.step, found.phase, found.where, found.first) == (7, SAVE, "", 0.0)
+    calls.append((3.5, "barrier"))
+    while not read_board(tmp_path / "board").waits:
+        time.sleep(0.02)
+    board.close()
+    assert not read_board(tmp_path / "board").waits, "it is in no collective of its next generation"
     assert open_board({}, lambda: None) is None
     opened = open_board({VARIABLE: str(tmp_path / "other")}, lambda: None, 60.0)
     opened.close()

@@ -1,15 +1,17 @@
 """Finds ranks that live and come no further.
 
 A rank that trains and has committed no step for max(10 s, 5 x the median step) hangs, or waits for one that does. In an
-evaluation it is to come further, by a microbatch, within 5 times the longest that this has taken, too; a save, up to
-the next step, may take max(60 s, 5 x the longest one before). Those that are not in a collective are missing there;
-where all ranks of this host train and are in one, the missing rank is elsewhere, and the others' supervisors find it.
-In an evaluation or a save they may wait for long: whether a rank elsewhere comes further, the members find out together
-(standstill.py). A stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
+evaluation it is to come further, by a microbatch, within 5 times the longest that this has taken, too; a save, or a
+sample that the model writes, up to the next step, may take max(60 s, 5 x the longest one before). Those that are not in
+a collective are missing there; where all ranks of this host train and are in one, the missing rank is elsewhere, and the others' supervisors find it.
+In an evaluation, a save or a sample they may wait for long: whether a rank elsewhere comes further, the members find
+out together (standstill.py). A stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
 
-What nobody has timed yet in a generation (its first step, microbatch of an evaluation, save) has the time that the job
-gives it: half an hour, since it may compile, read a cold disk, or wait for a slow machine. If that was too short the
-next generation has twice as long, so that a job which is only slow goes on.
+What nobody has timed yet in a generation (its first step, microbatch of an evaluation, save, sample) has the time that
+the job gives it: half an hour, since it may compile, read a cold disk, or wait for a slow machine. If that was too
+short the next generation has twice as long, so that a job which is only slow goes on. A rank that is busy with what
+cannot be timed, such as building the model, has no limit while it works, and others may wait for it; where it waits
+itself it is late after that time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, Progress
+from shoal.launch.board import BUSY, EVALUATION, FIRST, SAMPLE, SAVE, STEP, Progress
 
 LEAST, SAVES, STEPS, STOPPED, ELSEWHERE = 10.0, 60.0, 5.0, 1.0, 2.0
 """Seconds without a step at least, and for a save; the same in median steps, or in the longest evaluations and saves
@@ -29,9 +31,10 @@ _DOES = {
     STEP: "committed no step",
     EVALUATION: "came no further in an evaluation",
     SAVE: "has not completed a save",
+    SAMPLE: "has not written a sample",
     FIRST: "has not completed the first step",
 }
-_AT = {EVALUATION: "in an evaluation ", SAVE: "in a save "}
+_AT = {EVALUATION: "in an evaluation ", SAVE: "in a save ", SAMPLE: "writing a sample "}
 _MORE = " (run.first_within; give more if it does not hang: the next generation has twice as long)"
 
 
@@ -91,12 +94,18 @@ class Watchdog:
         longest = {
             EVALUATION: max((board.evaluation for board in boards.values()), default=0.0),
             SAVE: max((board.save for board in boards.values()), default=0.0),
+            SAMPLE: max((board.sample for board in boards.values()), default=0.0),
         }
         self._longest = {phase: seconds for phase, seconds in longest.items() if seconds}
-        late = {rank: board for rank, board in boards.items() if now - board.stepped > self._limit_of(board)}
-        if not late or any(board.phase == BUSY for board in boards.values()):
-            return None
+        works = {rank for rank, board in boards.items() if board.phase == BUSY and not board.waits}
+        late = {
+            rank: board
+            for rank, board in boards.items()
+            if rank not in works and now - board.stepped > self._limit_of(board)
+        }
         missing = [rank for rank, board in late.items() if not board.waits]
+        if not late or (works and not missing):
+            return None
         seconds = min(now - board.stepped for board in late.values())
         first = all(self._known(late[rank].phase) is None for rank in missing or late)
         more = _MORE if first else ""
@@ -123,14 +132,14 @@ class Watchdog:
     def _limit_of(self, board: Progress) -> float:
         """The seconds in which a rank is to come further."""
         if (known := self._known(board.phase)) is not None:
-            return max(SAVES if board.phase == SAVE else LEAST, known)
+            return max(SAVES if board.phase in (SAVE, SAMPLE) else LEAST, known)
         return self._patience * board.first or float("inf")
 
     def _known(self, phase: int) -> float | None:
         """The seconds that a phase may take by how long it and the steps took before; None where it was not timed."""
         if phase == STEP:
             return STEPS * self.median if self._timed else None
-        least = 0.0 if phase == SAVE else STEPS * self.median
+        least = 0.0 if phase in (SAVE, SAMPLE) else STEPS * self.median
         return max(least, STEPS * self._longest[phase]) if phase in self._longest else None
 
     def _time_steps(self, boards: Mapping[int, Progress]) -> None:

@@ -131,6 +131,7 @@ class Attempt:
         try:
             with self.stop:
                 reason = self._train()
+                self.shown.busy()
                 self.trying.pause()
                 self.saver.save()
                 self.saver.close()
@@ -208,7 +209,6 @@ class Attempt:
                 break
             if run.eval_every and step % run.eval_every == 0:
                 self._evaluate_and_write()
-                self.shown.trains()
             if run.save_every and step % run.save_every == 0:
                 self._save()
             if self.replanner.is_due(self.stop.wanted):
@@ -217,7 +217,6 @@ class Attempt:
             if self.trying.is_due:
                 self._change_plan(self.trying.change)
         self.timeline.before(-1)
-        self.shown.busy()
         if self.stop.signal is None:
             self._evaluate_and_write()
         return stopped or f"all {total} steps were trained"
@@ -249,10 +248,11 @@ class Attempt:
         self._evaluate()
         job, engine = self.job, self.engine
         if not (job.run.sample and can_write(self.settled.model.loss)):
+            self.shown.trains()
             return
         assert self.settled.tokenizer is not None
         log.info("the model writes a sample")
-        self.shown.busy()
+        self.shown.writes()
         with self.recorder.pause():
             text = write_on(engine, self.settled.tokenizer, job.run.sample)
             self.recorder.sample(engine.step_index, job.run.sample, text)

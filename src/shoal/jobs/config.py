@@ -110,7 +110,7 @@ class Run:
     sample: a prompt to continue at each evaluation, "" for none.
     norms_every: steps between records of the gradient norms by layer, 0 for none.
     verify_every: steps between votes of replicas on what they hold, which find silent corruption; 0 for none.
-    first_within: where nodes come and go, seconds in which a generation's first step, save, and microbatch of an
+    first_within: where nodes come and go, seconds in which a generation's first step, save, sample and microbatch of an
         evaluation are to be done; a rank that takes longer counts as one that hangs. 0: they may take any time.
     at: changes of the plan, tables of the `step` after which one is made and the fields that it changes:
         {step = 1000, plan = {tp = 2}}. Without dp, that is what is left of the ranks.

@@ -15,7 +15,7 @@ from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.pace import OwnPace
 from shoal.jobs.read import load_job
-from shoal.launch.board import BUSY, EVALUATION, FIRST, SAVE, STEP, open_board
+from shoal.launch.board import BUSY, EVALUATION, FIRST, SAMPLE, SAVE, STEP, open_board
 from shoal.report.metrics import MembershipRecord
 
 
@@ -75,6 +75,11 @@ class Shown:
         """Shows that a save begins, and then the next step."""
         if self._board is not None:
             self._board.show(SAVE)
+
+    def writes(self) -> None:
+        """Shows that the model begins to write a sample, and then the next step."""
+        if self._board is not None:
+            self._board.show(SAMPLE)
 
     def pace(self, own: OwnPace) -> None:
         """Shows how long this rank's own work takes, where that is known."""

@@ -4,9 +4,9 @@
     phase       what it is at (see below)
     first       seconds in which the first of a kind is to be done that nobody has timed yet: the first step of a
                 generation, microbatch of an evaluation, save; 0 where they may take any time
-    evaluation, save    the longest seconds between two signs in an evaluation, and from a save to the next step, since
-                the last first step; 0 where there was none. The rank measures them, since they may be over before
-                anybody looks at the board again
+    evaluation, save, sample    the longest seconds between two signs in an evaluation, and from a save or a sample to
+                the next step, since the last first step; 0 where there was none. The rank measures them, since they may
+                be over before anybody looks at the board again
     stepped     when it has last come further: with a step, a microbatch of an evaluation, another phase
     alive       when a thread of the rank last ran; it does not while the process is stopped
     part, pace, best    which part of the model it computes; seconds a sample of its own work, of late and at best, 0
@@ -30,11 +30,12 @@ from pathlib import Path
 VARIABLE = "SHOAL_BOARD"
 """Names the file; without it a rank shows nothing."""
 
-BUSY, STEP, EVALUATION, SAVE, FIRST = range(5)
+BUSY, STEP, EVALUATION, SAVE, FIRST, SAMPLE = range(6)
 """Phases: something that takes nobody knows how long, such as building the model; between two steps; in an evaluation;
-from the beginning of a save to the next step; in the first step, of a generation or under a plan."""
+from the beginning of a save to the next step; in the first step, of a generation or under a plan; from the beginning of
+a sample that the model writes to the next step."""
 
-_FIELDS = struct.Struct("!qBddddd")
+_FIELDS = struct.Struct("!qBdddddd")
 _PACE = struct.Struct("!qdd")
 _WAITING = struct.Struct("!dH")
 _TEXT = 200
@@ -57,6 +58,7 @@ class Progress:
     first: float = 0.0
     evaluation: float = 0.0
     save: float = 0.0
+    sample: float = 0.0
 
     @property
     def training(self) -> bool:
@@ -71,7 +73,7 @@ class Board:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._waiting, self._first, self._step = waiting, first, -1
         self._phase, self._shown = BUSY, 0.0
-        self._longest = {EVALUATION: 0.0, SAVE: 0.0}
+        self._longest = {EVALUATION: 0.0, SAVE: 0.0, SAMPLE: 0.0}
         self.show(BUSY)
         self.pace(0, 0.0, 0.0)
         self._closed = threading.Event()
@@ -87,7 +89,7 @@ class Board:
         elif self._phase in self._longest:
             self._longest[self._phase] = max(self._longest[self._phase], now - self._shown)
         self._phase, self._shown = phase, now
-        longest = self._longest[EVALUATION], self._longest[SAVE]
+        longest = self._longest.values()
         os.pwrite(self._file, _FIELDS.pack(self._step, phase, self._first, *longest, now, now), 0)
 
     def pace(self, part: int, now: float, best: float) -> None:
@@ -97,14 +99,17 @@ class Board:
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
+        self._show_wait(0.0, "")
         os.close(self._file)
 
     def _live(self) -> None:
         while not self._closed.wait(_SECONDS):
-            since, where = self._waiting() or (0.0, "")
-            text = where.encode()[:_TEXT]
             os.pwrite(self._file, struct.pack("!d", time.monotonic()), _FIELDS.size - 8)
-            os.pwrite(self._file, _WAITING.pack(since, len(text)) + text, _FIELDS.size + _PACE.size)
+            self._show_wait(*self._waiting() or (0.0, ""))
+
+    def _show_wait(self, since: float, where: str) -> None:
+        text = where.encode()[:_TEXT]
+        os.pwrite(self._file, _WAITING.pack(since, len(text)) + text, _FIELDS.size + _PACE.size)
 
 
 def open_board(
@@ -125,5 +130,5 @@ def read_board(path: Path) -> Progress:
     part, pace, best = _PACE.unpack_from(data, _FIELDS.size)
     waits, size = _WAITING.unpack_from(data, _FIELDS.size + _PACE.size)
     text = data[_FIELDS.size + _PACE.size + _WAITING.size :][:size].decode(errors="replace")
-    step, phase, first, evaluation, save, stepped, alive = _FIELDS.unpack_from(data)
-    return Progress(step, phase, stepped, alive, waits, text, part, pace, best, first, evaluation, save)
+    step, phase, first, *longest, stepped, alive = _FIELDS.unpack_from(data)
+    return Progress(step, phase, stepped, alive, waits, text, part, pace, best, first, *longest)
