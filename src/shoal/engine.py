@@ -113,7 +113,8 @@ class Engine(Running):
         they hold. They call it alike, after a step that raised LaunchError or between two; new ranks make an
         `Engine(..., joins=True)`. A step that was cut short is undone: go on with new `batches(...)`.
 
-        Returns the result of a step that raised after its update. Raises CheckpointError, on all ranks alike, where
+        Returns the result of the last step where it raised on all ranks that hold it, after its update: the same on
+        all of them, to be dealt with as if the step had returned it. Raises CheckpointError, on all ranks alike, where
         what they hold is not enough (see checkpoint.survivors). Otherwise as `replan`.
         """
         check_regroup(plan, world, self.world)

@@ -287,6 +287,12 @@ FAILURES = {
     "in its update": Failure({"dp": 3}, {"dp": 2}, {1: "after its update"}, {0: "in its update"}),
     "shards": Failure({"dp": 4, "shard": 2, "zero": 3}, {"dp": 3, "zero": 1}, {1: "backward"}),
     "stages": Failure({"dp": 2, "pp": 2}, {"dp": 3}, {0: "before the ballot"}),
+    "some have dealt with the last step": Failure(
+        {"dp": 4, "shard": 2, "zero": 1}, {"dp": 3}, {1: "after its update"}
+    ),
+    "one is behind, and the others have not dealt with it": Failure(
+        {"dp": 3, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 1}, {1: "after its update"}, {0: "after the ballot"}
+    ),
     "buddies, another joins": Failure(
         {"dp": 2, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 3, "buddy": 2}, {1: "before the ballot"}, joins=1
     ),

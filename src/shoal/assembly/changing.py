@@ -95,12 +95,12 @@ class Changing:
 
     @without_collections()
     def _regroup(self, assemble: Assemble, world: World) -> StepResult | None:
-        made = self._trainer.runner.unreported
         self.world.close()  # who waits for a rank that lives waits no longer
         with everywhere_or_nowhere(world):
             check_hooks_of_users(self._local, world.everyone)
             with self._session.left_behind(world) as source:
                 new = reassembled(source, self._session, self._model, assemble, self.followers)
+                made: StepResult | None = source.made
         self._succeed(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
         return made
 

@@ -59,6 +59,8 @@ class Handover:
     """
 
     name = "the run"
+    made: Any = None
+    """The result of the last step, where no rank's caller has got it yet and all are to get it now; else None."""
 
     def __init__(
         self, group: Group, pieces: Sequence[Piece], extra: Mapping[str, Any], host: str, device: torch.device

@@ -22,9 +22,14 @@ from shoal.precision import LossScale
 
 
 class Steps(Protocol):
-    """Makes steps; `per_sample` is the expected number of counted units (tokens, say) of a sample."""
+    """Makes steps; `per_sample` is the expected number of counted units (tokens, say) of a sample, `unreported` the
+    result of a step whose update is made and that the caller has not got yet, of a type that `wire` knows, or None."""
 
     per_sample: float
+
+    @property
+    def unreported(self) -> Any: ...
+
 
     def flush(self) -> None: ...
     def settle(self) -> None: ...

@@ -34,6 +34,7 @@ class Left:
     pieces: all that it holds
     user: the caller's own
     began: whether that is what it was when the step began
+    made: the result of the step before, where the caller has not got it yet; else None
     world, rank: the generation of its world until now, and its number there
     buddy: keeps another rank's state here; None without `plan.buddy`
     """
@@ -44,6 +45,7 @@ class Left:
     pieces: Sequence[Piece]
     user: Sequence[Piece]
     began: bool
+    made: Any
     world: int
     rank: int
     buddy: Buddy | None
@@ -79,16 +81,16 @@ def what_is_left(
     """
     step, me = progress.step, (world.generation, world.rank, state.buddy)
     reason = why_not(plan, state, progress)
-    ahead = steps.abandon()
+    made, ahead = steps.unreported, steps.abandon()
     if ahead is None or reason:
-        return Left(step, reason, {}, [], [], False, *me)
+        return Left(step, reason, {}, [], [], False, None, *me)
     step += ahead
     state.optimizer.settle()
     extra = {**place(), "step": step, "replicas": None, **optimizer_extra(state.optimizer, None)}
     held = pieces(state.module, state.chunks, state.optimizer, role)
     user.give_up(step)
     began = user.committed_at == step
-    return Left(step, "", as_json(extra), held, user.pieces(step), began, *me)
+    return Left(step, "", as_json(extra), held, user.pieces(step), began, made if ahead else None, *me)
 
 
 @contextmanager
@@ -99,6 +101,7 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
     Each rank makes an update for itself once all have voted for it, so a failure may come when some have made it and
     others have not: then those that have not take it from the others, which hold the same. One of those gives the
     caller's own, if there is one of them that had begun the next step: to others something may have happened before.
+    Where no caller has got the result of the step before, all of them are to get it now, and deal with it alike.
 
     left: what this rank holds; None for one that is new
 
@@ -112,16 +115,18 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
 
 
 def _newest(world: World, left: Left | None) -> Handover:
-    mine = None if left is None else [left.world, left.rank, left.step, left.why_not, left.began, dict(left.extra)]
+    mine = None
+    if left is not None:
+        mine = [left.world, left.rank, left.step, left.why_not, left.began, left.made, dict(left.extra)]
     told = {place: each for place, each in enumerate(world.everyone.all_gather_object(mine)) if each is not None}
-    for _, _, _, reason, _, _ in told.values():
+    for _, _, _, reason, *_ in told.values():
         if reason:
             raise CheckpointError(reason)
-    newest = max((step for _, _, step, _, _, extra in told.values() if extra), default=None)
+    newest = max((step for _, _, step, *_, extra in told.values() if extra), default=None)
     if newest is None:
         raise CheckpointError("an update was cut short on each of them" if told else "all of them are new")
     holders = {place: each for place, each in told.items() if each[-1] and each[2] == newest}
-    gives = min(holders, key=lambda place: (not holders[place][4], place))
+    gives = min(holders, key=lambda place: (holders[place][5] is not None, not holders[place][4], place))
     last = max(generation for generation, *_ in told.values())
     whole = {rank for generation, rank, *_ in holders.values() if generation == last}
     offered, kept = _from_buddies(world, left if left is not None and left.world == last else None, newest, whole)
@@ -130,7 +135,9 @@ def _newest(world: World, left: Left | None) -> Handover:
         found += left.pieces
         found += left.user if world.rank == gives else []
     extras = [extra for *_, extra in holders.values()]
-    return Handover(world.everyone, found, _merged([*extras, *offered]), world.host_id, world.device)
+    source = Handover(world.everyone, found, _merged([*extras, *offered]), world.host_id, world.device)
+    source.made = holders[gives][5]
+    return source
 
 
 def _from_buddies(

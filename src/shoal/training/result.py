@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.comm.wire import sent
 from shoal.device import to_host
 
 
+@sent
 @dataclass(repr=False)
 class StepResult:
     """What a step did, the same on every rank. Reading a number waits until the device has found it, which is before
@@ -44,6 +47,11 @@ class StepResult:
     _waits: Sequence[Callable[[], object]] = ()  # return once the numbers can be read
     norms: Mapping[str, float] = field(default_factory=dict)
     _expected: float = 1.0  # what sums were divided by before backward
+
+    def to_wire(self) -> list[Any]:
+        """Returns all fields, for another rank; waits for the numbers."""
+        self._wait()
+        return [getattr(self, each.name) for each in fields(self)]
 
     def __repr__(self) -> str:
         """The numbers that a person asks for, which waits for them."""
