@@ -8,21 +8,25 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from shoal import checkpoint
 from shoal.comm import World
 from shoal.errors import UserError
+from shoal.jobs import replan
 from shoal.jobs.config import Job, Run
-from shoal.jobs.lock import holder_of, locked
+from shoal.jobs.lock import Holder, holder_of, locked
 from shoal.jobs.plans import changed, plan_at
 from shoal.jobs.read import load_job, parse_job, plan_assignments, plan_pins
 from shoal.jobs.record import Recorder
@@ -30,6 +34,7 @@ from shoal.jobs.replan import ANSWERED, REQUEST, ask
 from shoal.jobs.train import train
 from shoal.plan import Plan
 from shoal.report.page import write_report
+from shoal.report.replace import replace_text
 from tests.jobs.conftest import in_cache, losses_of, records_of
 from tests.pool import run_ranks
 
@@ -141,6 +146,33 @@ def test_a_run_is_asked_while_it_trains(make_job, tmp_path):
     assert not list(run_dir.glob("replan*")), "nothing is left of requests"
     with pytest.raises(UserError, match="no run trains in"):
         ask(run_dir, {"zero": 1})
+
+
+@pytest.mark.parametrize("go_on", [True, False])
+def test_an_asker_waits_for_those_that_go_on_when_rank_0_has_ended(tmp_path, monkeypatch, go_on: bool):
+    monkeypatch.setattr(replan, "OTHERS_SECONDS", 30.0 if go_on else 0.5)
+    first = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    here = Holder.here()
+    lock, holder = tmp_path / "run.lock", replace(here, pid=first.pid, started=psutil.Process(first.pid).create_time())
+    lock.write_text(json.dumps(asdict(replace(holder, job="a job"))))
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(ask, tmp_path, {"zero": 3})
+        while not list(tmp_path.glob("replan*")):
+            time.sleep(0.01)
+        first.communicate()
+        time.sleep(3 * replan.LOOK_SECONDS)
+        if not go_on:
+            with pytest.raises(UserError, match="has ended before it changed its plan"):
+                answered.result(10)
+            return
+        assert not answered.done()
+        replace_text(lock, json.dumps(asdict(replace(here, job="a job", taken=2))))
+        (request,) = tmp_path.glob("replan*")
+        while json.loads(request.read_text())["run"]["taken"] != 2:
+            time.sleep(0.01)
+        answer = {"step": 7, "plan": {"zero": 3}, "refused": None}
+        replace_text(request.with_suffix(ANSWERED), json.dumps(answer))
+        assert answered.result(10) == answer
 
 
 def test_a_request_that_was_left_behind_reaches_no_later_attempt(quick, make_job, tmp_path):

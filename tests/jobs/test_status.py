@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 
-from shoal.jobs.lock import Holder
+from shoal.jobs.lock import NAME, Holder, holder_of, left_by
 from shoal.jobs.status import RankWatch, rank_in, status_of
 from shoal.report.metrics import EndRecord, Record, assemble
 from tests.report.synthetic import run_record, step_record
@@ -53,6 +56,47 @@ def test_the_state(records: list[Record], holder: Holder | None, now: float, wor
 )
 def test_the_rank_of_a_process(environ: dict[str, str], rank: int | None) -> None:
     assert rank_in(environ) == rank
+
+
+LEFT = replace(HOLDER, job="a job")
+
+
+@pytest.mark.parametrize(
+    ("records", "now", "word"),
+    [([RUN, STEP], 120, "starting"), ([RUN, STEP], 141, "killed"), ([RUN, SLOW], 600, "starting"), ([], 100, "starting"), ([], 130, "empty"), ([RUN, STEP, DONE], 120, "ended")],
+)
+def test_where_nodes_come_and_go_others_may_go_on_once_rank_0_has_ended(records, now: float, word: str) -> None:
+    assert status_of(assemble(records), None, now, LEFT).word == word
+
+
+def test_who_has_left_a_run(tmp_path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for job, found in (("", False), ("a job", True)):
+        holder = Holder(Holder.here().host, ended.pid, 1.0, 7, job)
+        (tmp_path / NAME).write_text(json.dumps(asdict(holder)))
+        assert holder_of(tmp_path) is None and left_by(tmp_path) == (holder if found else None)
+    (tmp_path / NAME).write_text(json.dumps(asdict(replace(Holder.here(), job="a job"))))
+    assert left_by(tmp_path) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/comm"), reason="the kernel does not let a process change its name")
+def test_ranks_that_come_and_go_are_known_by_their_names(tmp_path, monkeypatch) -> None:
+    """Their environment has no rank: it changes with the generation."""
+    program = "import sys; from shoal.elastic.control import call_this; call_this(sys.argv[1]); print(flush=True); input()"
+    names = ("shoal-rank0", "shoal-rank12", "shoal-waits")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks = [subprocess.Popen([sys.executable, "-c", program, name], **pipes) for name in names]
+    try:
+        for each in ranks:
+            each.stdout.readline()
+        first = Holder(Holder.here().host, ranks[0].pid, 0.0, 7)
+        monkeypatch.setattr("shoal.jobs.status.holder_of", lambda run_dir: first)
+        found = {each.rank: each.pid for each in RankWatch(tmp_path).read()}
+        assert (found[0], found[12]) == (ranks[0].pid, ranks[1].pid) and ranks[2].pid not in found.values()
+    finally:
+        for each in ranks:
+            each.communicate()
 
 
 def test_the_process_that_has_a_run_is_a_rank(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from shoal.assembly.replan import without_collections
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.comm.address import host_port
-from shoal.elastic.control import Control, Left, Place, Warm
+from shoal.elastic.control import CALLED, WAITS, Control, Left, Place, Warm, call_this
 from shoal.elastic.events import NOW
 from shoal.elastic.worker import STDOUT
 from shoal.engine import Engine
@@ -74,11 +74,13 @@ class LiveRank:
         self._control.send(Warm())
         while True:
             place = self._control.wait()
+            call_this(f"{CALLED}{place.rank}")
             self._speak(place.rank == 0)
             with tell_what_is_under_way(place.rank == 0):
                 outcome = self._train(place)
             if isinstance(outcome, Outcome):
                 return outcome
+            call_this(WAITS)
             step = -1 if self._engine is None else self._engine.step_index
             self._control.send(Left(place.generation, step, self._engine is not None, outcome != NOW))
             self._prepare()

@@ -122,6 +122,13 @@ def holder_of(run_dir: Path) -> Holder | None:
     return None if holder is None or holder.has_ended else holder
 
 
+def left_by(run_dir: Path) -> Holder | None:
+    """Returns the process that had the directory last, where it has ended and was of a job whose nodes come and go:
+    another one may be about to take it."""
+    holder = _holder(run_dir / NAME)
+    return holder if holder is not None and holder.job and holder.has_ended else None
+
+
 def _take(run_dir: Path, replans: bool) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME

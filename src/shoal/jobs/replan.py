@@ -23,7 +23,7 @@ from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
-from shoal.jobs.lock import Holder, holder_of, own_hold
+from shoal.jobs.lock import Holder, holder_of, left_by, own_hold
 from shoal.jobs.plans import changed, keep
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
@@ -33,6 +33,8 @@ from shoal.report.replace import replace_text
 REQUEST, ANSWERED = "replan-{}.json", ".answer"
 """Name of a request's file, by its number, and what its answer ends with instead."""
 LOOK_SECONDS = 0.1
+OTHERS_SECONDS = 30.0
+"""How long an asker waits for ranks that go on when rank 0 has ended, where nodes come and go."""
 
 
 def go_on_under(plan: Plan, settled: Settled, engine: Engine, recorder: Recorder, saver: Saver) -> str | None:
@@ -167,8 +169,15 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)
     _request(request, holder, change)
+    until = float("inf")  # when nobody is expected any more
     try:
         while not answer.exists():
+            left = left_by(run_dir)
+            if left is not None and left.job == holder.job and time.monotonic() < until:
+                until = min(until, time.monotonic() + OTHERS_SECONDS)
+                time.sleep(LOOK_SECONDS)
+                continue
+            until = float("inf")
             if (now := holder_of(run_dir)) is not None and now.job and now != holder and now.job == holder.job:
                 holder = now  # ranks have come or gone, and another one speaks for them
                 _request(request, holder, change)

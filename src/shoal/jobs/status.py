@@ -12,6 +12,7 @@ from statistics import median
 import psutil
 
 from shoal import units
+from shoal.elastic.control import CALLED
 from shoal.jobs.lock import Holder, holder_of
 from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecords
@@ -39,18 +40,22 @@ class Status:
         return self.word in ("starting", "trains", "silent", "waits", "runs")
 
 
-def status_of(records: RunRecords, holder: Holder | None, now: float) -> Status:
-    """Returns the state of a run. holder: the process that has its directory; now: Unix time."""
+def status_of(records: RunRecords, holder: Holder | None, now: float, left: Holder | None = None) -> Status:
+    """Returns the state of a run. holder: the process that has its directory; now: Unix time; left: the one that had
+    it, where another one may be about to take it."""
     run, end = records.run, records.end
+    usual = median(step.seconds for step in records.steps[-64:]) if records.steps else 0.0
+    last = max(records.steps[-1].time if records.steps else 0.0, (run.time if run is not None else None) or 0.0)
+    quiet = max(_QUIET_SECONDS, _QUIET_STEPS * usual)
     if holder is not None:
         newer = run is None or end is not None or (run.time is not None and holder.taken / 1e9 > run.time)
         if newer:
             return Status("starting", f"process {holder.pid} on {holder.host}")
-        last = max(records.steps[-1].time if records.steps else 0.0, (run.time if run is not None else None) or 0.0)
-        usual = median(step.seconds for step in records.steps[-64:]) if records.steps else 0.0
-        if last and now - last > max(_QUIET_SECONDS, _QUIET_STEPS * usual):
+        if last and now - last > quiet:
             return Status("silent", f"no news for {units.duration(now - last)}")
         return Status("trains")
+    if left is not None and end is None and now - max(last, left.taken / 1e9) < quiet:
+        return Status("starting", f"rank 0 has ended, process {left.pid} on {left.host}: others may go on")
     if end is not None:
         failed = end.reason.startswith(FAILED)
         return Status("failed" if failed else "ended", end.reason.removeprefix(FAILED).strip())
@@ -73,7 +78,7 @@ class RankWatch:
     """The processes of the ranks of a run on this host.
 
     They are the process that has the run directory and its siblings with a rank of their own, under any launcher that
-    starts the ranks of a host from one process.
+    starts the ranks of a host from one process; of nodes that come and go those of the node of rank 0.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -97,7 +102,8 @@ class RankWatch:
 
 def _rank(process: psutil.Process) -> int | None:
     with suppress(psutil.Error):
-        return rank_in(process.environ())
+        called, number = process.name()[: len(CALLED)], process.name()[len(CALLED) :]
+        return int(number) if called == CALLED and number.isdecimal() else rank_in(process.environ())
     return None
 
 
