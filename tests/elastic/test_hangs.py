@@ -1,4 +1,4 @@
-"""A rank of a real job that hangs in an evaluation, in a save, or in the first step after a resize: the others go on
+"""A rank of a real job that hangs in an evaluation, a sample, a save, or in the first step after a resize: the others go on
 without it, in memory."""
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ and in the last one in no collective, where it would count as one that waits; it
             "does not leave what it is in: all ranks here wait for others",
         ),
         ("save", ["run.save_every=5"], 0, "has not completed a save for 6"),
+        (
+            "collective,generate",
+            ["run.eval_every=50", "run.sample='1 + 1'", "plan.tp=2"],
+            0,
+            "does not leave what it is in: all ranks here wait for others",
+        ),
         ("_enter,step", ["run.first_within=20"], 1, "has not completed the first step for 2"),
     ],
 )
