@@ -22,6 +22,10 @@ class FakeWorld:
     rank: int = 0
     size: int = 1
     store: Store | None = None
+    gone: str = ""
+
+    def lost(self) -> str:
+        return self.gone
 
 
 def on_ranks(size: int, body: Callable[[FakeWorld], Any], store: Store | None = None) -> list[Any]:

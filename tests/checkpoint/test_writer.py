@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from shoal.checkpoint import Want, Writer, dcp, load, newest
+from shoal.checkpoint import Want, Writer, dcp, load, meeting, newest
+from shoal.checkpoint.meeting import Meeting
 from shoal.errors import CheckpointError, LaunchError
 from shoal.parallel import Box
 from tests.checkpoint.fake_ranks import FakeWorld, on_ranks, pieces_of, save_alone
@@ -200,3 +201,25 @@ def test_a_save_that_is_given_up_keeps_nobody_waiting_nor_does_the_next(tmp_path
     with pytest.raises(LaunchError, match="given up"):
         writer.save(2, pieces_of({"w": torch.zeros(3)}, 0, 2), {}, wait=True)
     assert all(each.endswith(".tmp") for each in steps(tmp_path))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_save_does_not_wait_for_a_rank_that_is_gone(tmp_path: Path, dead: int) -> None:
+    world = FakeWorld(1 - dead, 2, HashStore(), gone=f"the process of rank {dead} has ended")
+    writer = Writer(tmp_path, world)
+    with pytest.raises(LaunchError, match=f"a save cannot be completed: the process of rank {dead} has ended"):
+        writer.save(1, pieces_of({"w": torch.zeros(3)}, 0, 2), {}, wait=True)
+    assert not [each for each in steps(tmp_path) if not each.endswith(".tmp")]
+
+
+@pytest.mark.fast
+def test_a_save_that_the_others_have_completed_is_complete_though_they_are_gone(monkeypatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(meeting, "LOOK_SECONDS", 0.0)
+
+    def lost() -> str:  # the value comes just before its rank ends
+        Meeting(store, "save", 0, 2, str).put("done", None)
+        return "the process of rank 0 has ended"
+
+    assert Meeting(store, "save", 1, 2, lost).get("done", 10.0) is None

@@ -232,8 +232,8 @@ class Running(Changing):
         """Writes `directory/step-XXXXXXXX`; all ranks call it.
 
         `wait=False` returns once the state is copied, unless a part of it lies on the disk of `plan.memory`: then there
-        is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed; the
-        last good checkpoint stays.
+        is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed, and
+        LaunchError where another rank is gone; the last good checkpoint stays.
         """
         self._between_steps().save(directory, wait, keep, extra)
 

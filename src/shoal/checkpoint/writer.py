@@ -31,8 +31,8 @@ class Writer:
 
     At most one save is in flight. Its failure is the same on every rank, and raised there as CheckpointError by the
     next `save`, `wait` or `close`; `last_error` shows it without raising. Earlier checkpoints are then unchanged, and a
-    caller who catches the error may go on training and save again. A rank that loses the store raises LaunchError,
-    alone: the others cannot save without it.
+    caller who catches the error may go on training and save again. A rank that loses the store, or notices that
+    another one is gone, raises LaunchError, alone: the others cannot save without it.
     """
 
     def __init__(self, directory: Path | str, world: World, keep: int = 3, timeout: float = 1800.0) -> None:
@@ -71,7 +71,8 @@ class Writer:
         job = Job(step_path(self.directory, step), step, held, extra, self._keep, self._timeout)
         self._saves += 1
         prefix = f"{self._prefix}/{self._saves}"
-        meeting = self._meeting = Meeting(self._store, prefix, self._world.rank, self._world.size)
+        world = self._world
+        meeting = self._meeting = Meeting(self._store, prefix, world.rank, world.size, world.lost)
         meeting.given_up = self._given_up
         # A daemon: when training fails, a save that waits for a dead rank must not keep the process alive.
         self._thread = Thread(target=self._run, args=(job, meeting), name=f"checkpoint-{step}", daemon=True)
@@ -115,7 +116,7 @@ class Writer:
     def _run(self, job: Job, meeting: Meeting) -> None:
         try:
             save_together(job, meeting)
-        except CheckpointError as error:
+        except (CheckpointError, LaunchError) as error:
             self.last_error = error
         except Exception as error:  # only this rank notices, and it can take part in no further save
             self.last_error = LaunchError(f"the store is gone; the checkpoint of step {job.step} failed: {error}")

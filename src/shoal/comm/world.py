@@ -179,6 +179,17 @@ class World:
         if self.store is not None:
             with suppress(RuntimeError):  # its server has gone first
                 self.store.set(f"closed/{self.rank}", "")
+                self.store.set("closed", str(self.rank))
+
+    def lost(self) -> str:
+        """Says which other rank will not come to anything any more, as far as this one knows; "" for none. For waits
+        outside of collectives, which notice it themselves."""
+        for rank in range(self.size):
+            if rank != self.rank and _has_ended(self._processes, rank):
+                return f"the process of rank {rank} has ended"
+        if self.store is not None and self.store.check(["closed"]):
+            return f"rank {self.store.get('closed').decode()} has closed its groups"
+        return ""
 
     def _check_peers(self, name: str, ranks: list[int]) -> None:
         """Raises LaunchError where one of `ranks` will not come to make the group `name`."""
