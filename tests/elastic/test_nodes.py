@@ -172,6 +172,20 @@ def test_a_node_that_does_not_see_the_job_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.fast
+def test_what_is_changed_in_the_job_file_while_the_job_runs_reaches_none_of_its_processes(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "job.toml"
+    file.write_text("lr = 1")
+    program = nodes.Program(["-m", "shoal.jobs", str(file), "a=1"], file, tmp_path / "run")
+    job = nodes._admitted(program, (1, 2))
+    file.write_text("lr = 2")
+    assert Path(job.program[2]).read_text() == "lr = 1" and job.program[3:] == ["a=1"]
+    nodes._check(job)
+    again = nodes._admitted(program, (1, 2))  # the next start
+    assert Path(again.program[2]).read_text() == "lr = 2" and Path(job.program[2]).read_text() == "lr = 1"
+
+
+@pytest.mark.fast
 def test_the_secret_of_a_job_is_its_user_s_alone(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("SHOAL_SECRET", raising=False)
     secret = nodes._secret(tmp_path / "run")

@@ -32,8 +32,9 @@ from shoal.errors import UserError
 from shoal.launch.scratch import scratch
 from shoal.launch.store import serve_on
 
-SECRET = "join.secret"
-"""The file with the job's secret in its run directory, where the environment gives none."""
+SECRET, MEMBERSHIP = "join.secret", "membership"
+"""The file with the job's secret in its run directory, where the environment gives none; the folder there with the
+journals of coordinators and the job's file as it was when the job began."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,20 @@ def _by_etcd(etcd: Etcd, ranks: int, interface: str | None, arrange: Arrange, jo
 
 
 def _admitted(program: Program, nodes: tuple[int, int]) -> Admitted:
-    file, run_dir = str(program.file), str(program.run_dir)
-    return Admitted("", 0, program.arguments, os.getcwd(), run_dir, file, digest(program.file), *nodes)
+    """Returns what members are told of the job. Its processes read a copy of its file, which may change while they
+    come and go."""
+    file, text = str(program.file), program.file.read_bytes()
+    told = hashlib.sha256(text).hexdigest()
+    copy = program.run_dir / MEMBERSHIP / f"{program.file.stem}-{told[:8]}{program.file.suffix}"
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        fresh = copy.with_name(f"{copy.name}.{os.getpid()}")
+        fresh.write_bytes(text)
+        os.replace(fresh, copy)
+    except OSError as error:
+        raise _unwritable(program.run_dir, error) from error
+    arguments = [str(copy) if each == file else each for each in program.arguments]
+    return Admitted("", 0, arguments, os.getcwd(), str(program.run_dir), str(copy), told, *nodes)
 
 
 async def _supervise(
@@ -243,8 +256,12 @@ def _secret(run_dir: Path) -> bytes:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
             file.write(secret)
     except OSError as error:
-        raise UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir") from error
+        raise _unwritable(run_dir, error) from error
     return secret.encode()
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UserError:
+    return UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
 
 
 def _journal(job: Admitted, lines: list[str]) -> Journal:
@@ -258,7 +275,7 @@ def _written(job: Admitted) -> list[list[str]]:
 
 
 def _membership(job: Admitted) -> Path:
-    return Path(job.run_dir) / "membership"
+    return Path(job.run_dir) / MEMBERSHIP
 
 
 def _check(job: Admitted) -> None:
