@@ -56,7 +56,8 @@ class Engine(Running):
     keep_gradients: for `gradients()`; collate: makes a batch of samples.
     norms_every: after so many steps the result has `norms` by name; 0 for never.
     world: by default what the launcher's variables say.
-    joins: takes the state of the run from the other ranks of `world`, which call `regroup`.
+    joins: takes the state of the run from the other ranks of `world`, which call `regroup`. Where that returns a
+        result, `made` has it here.
 
     Raises UserError for what does not fit together.
     """

@@ -6,6 +6,7 @@ import errno
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch
 
 from shoal import Plan, TrainingError, UserError, checkpoint
 from shoal.comm.world import Seat, World
+from shoal.data import Cursor
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, LaunchError
 from tests.assembly.test_regroup import again, at, die, fail
@@ -280,6 +282,9 @@ def _trains(world: World, row: Failure) -> tuple[Any, ...]:
     if world.rank >= size:
         engine = made(again(world, left.index(world.rank), len(left)), new, own, joins=True)
         own.register(engine)
+        if (last := engine.made) is not None:
+            ids = Cursor(len(DATA), GLOBAL_BATCH, engine.seed).ids(last.step)
+            own.after(SimpleNamespace(step=last.step, ids=tuple(ids.tolist())), last.loss)
     else:
         engine = made(World(world.rank, size, seat=Seat(world.rank, size), store=world._given), Plan(**row.old), own)
         own.register(engine)
@@ -315,6 +320,9 @@ FAILURES = {
     ),
     "one is behind, and the others have not dealt with it": Failure(
         {"dp": 3, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 1}, {1: "after its update"}, {0: "after the ballot"}
+    ),
+    "another joins after a step that nobody has dealt with": Failure(
+        {"dp": 2, "zero": 3, "buddy": 2}, {"dp": 2}, {1: "after its update"}, joins=1
     ),
     "buddies, another joins": Failure(
         {"dp": 2, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 3, "buddy": 2}, {1: "before the ballot"}, joins=1

@@ -88,6 +88,13 @@ class Changing:
         self.world.close()
         self._session.abandon_saves()
 
+    @property
+    def made(self) -> StepResult | None:
+        """The result of the last step, where it was committed and no loop had got it when this engine went on by
+        `regroup`, which returns it, or with `joins=True`; else None."""
+        result: StepResult | None = self._session.progress.made
+        return result
+
     def why_not_regroup(self) -> str:
         """Returns why other ranks could not go on from memory if some failed now, under whatever plan (see `regroup`);
         "" if they may."""
@@ -100,9 +107,8 @@ class Changing:
             check_hooks_of_users(self._local, world.everyone)
             with self._session.left_behind(world) as source:
                 new = reassembled(source, self._session, self._model, assemble, self.followers)
-                made: StepResult | None = source.made
         self._succeed(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
-        return made
+        return self.made
 
     def _succeed(self, new: Assembled, fresh: Session, closing: AbstractContextManager[object]) -> None:
         """Goes on with another assembly; `closing`: around what is closed of the old one."""

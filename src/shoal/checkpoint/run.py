@@ -38,12 +38,13 @@ class Steps(Protocol):
 
 @dataclass
 class Progress:
-    """The position of a run: the `step` that comes next, an iterable dataset (or its saved state) as `source`, and the
-    name of the `run`."""
+    """The position of a run: the `step` that comes next, an iterable dataset (or its saved state) as `source`, the name
+    of the `run`, and the result of the last step where no loop had got it when this engine took the run over."""
 
     step: int = 0
     source: IterableSource | dict[str, Any] | None = None
     run: str = ""
+    made: Any = None
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ class Session:
         ranks read goes on; of other ranks it is opened anew, where it was."""
         self._read(source)
         source.finish()
+        self.progress.made = source.made
         if old is None:
             self.progress.run = source.extra["run"]
             return
