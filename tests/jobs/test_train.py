@@ -15,6 +15,7 @@ import pytest
 
 from shoal import checkpoint
 from shoal.comm import World
+from shoal.elastic.control import JOB
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
 from shoal.jobs.config import Job
@@ -84,6 +85,18 @@ def test_a_run_goes_on_where_it_stopped(quick, make_job, alone, tmp_path):
     elsewhere = make_job(steps=8, run={"dir": str(tmp_path / "other"), "resume": str(tmp_path / "half")})
     train(elsewhere, {}, World.single("cpu"))
     assert [each.step for each in records_of(elsewhere).steps] == [7, 8]
+
+
+def test_who_goes_back_where_nodes_come_and_go_leaves_no_later_checkpoints(quick, make_job, alone, tmp_path, monkeypatch):
+    """From which the ranks would go on after a failure."""
+    train(make_job(run={"save_every": 2}), {}, alone)
+    back = {"resume": str(tmp_path / "run/checkpoints/step-00000002")}
+    monkeypatch.setenv(JOB, "a job")
+    with pytest.raises(UserError, match=r"run.resume = .*: delete \S*step-00000006, \S*step-00000004, or give another"):
+        train(make_job(run=back), {}, World.single("cpu"))
+    elsewhere = make_job(run={**back, "dir": str(tmp_path / "other")})
+    train(elsewhere, {}, World.single("cpu"))
+    assert [each.step for each in records_of(elsewhere).steps] == [3, 4, 5, 6]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(quick, make_job, alone, tmp_path):

@@ -16,6 +16,7 @@ from shoal.checkpoint.directory import completed
 from shoal.checkpoint.manifest import read_manifest
 from shoal.chunks import budget
 from shoal.comm import Group
+from shoal.elastic.control import JOB
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
 from shoal.federated.settings import STATE
@@ -156,7 +157,15 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
                 f"{', '.join(map(str, broken))} to start anew from step 0"
             )
         return found, damaged
-    return _named(Path(job.run.resume), note, damaged), damaged
+    path = _named(Path(job.run.resume), note, damaged)
+    later = [each for step, each in completed(run_dir / DIRECTORY) if step > read_manifest(path).step]
+    if later and JOB in os.environ:
+        raise UserError(
+            f"{run_dir} has checkpoints of later steps than run.resume = {job.run.resume!r}, and where nodes come and "
+            f"go the ranks go on from the newest one after a failure: delete {', '.join(map(str, later))}, or give "
+            "another run.dir"
+        )
+    return path, damaged
 
 
 def _named(path: Path, note: Any, damaged: list[str]) -> Path:
