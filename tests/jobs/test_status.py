@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from shoal.jobs.lock import NAME, Holder, holder_of, left_by
+from shoal.jobs.lock import NAME, Holder, holder_of, holders
 from shoal.jobs.status import RankWatch, rank_in, status_of
 from shoal.report.metrics import EndRecord, Record, assemble
 from tests.report.synthetic import run_record, step_record
@@ -75,9 +75,10 @@ def test_who_has_left_a_run(tmp_path) -> None:
     for job, found in (("", False), ("a job", True)):
         holder = Holder(Holder.here().host, ended.pid, 1.0, 7, job)
         (tmp_path / NAME).write_text(json.dumps(asdict(holder)))
-        assert holder_of(tmp_path) is None and left_by(tmp_path) == (holder if found else None)
-    (tmp_path / NAME).write_text(json.dumps(asdict(replace(Holder.here(), job="a job"))))
-    assert left_by(tmp_path) is None
+        assert holders(tmp_path) == (None, holder if found else None)
+    mine = replace(Holder.here(), job="a job")
+    (tmp_path / NAME).write_text(json.dumps(asdict(mine)))
+    assert holders(tmp_path) == (mine, None) and holder_of(tmp_path) == mine
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/comm"), reason="the kernel does not let a process change its name")

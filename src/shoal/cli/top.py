@@ -14,7 +14,7 @@ from shoal.errors import UserError
 from shoal.jobs.cluster.backend import NAME as SUBMITTED
 from shoal.jobs.cluster.backend import backend, find
 from shoal.jobs.lock import NAME as LOCK
-from shoal.jobs.lock import holder_of, left_by
+from shoal.jobs.lock import holders
 from shoal.jobs.status import RankWatch, Status, status_of
 from shoal.report.events import Event, events_of
 from shoal.report.follow import Follower
@@ -52,7 +52,7 @@ class Top:
         if self._follower.read():
             self._records = assemble(self._follower.records)
             self._events = events_of(self._follower.records)
-        holder, left = holder_of(self._run_dir), left_by(self._run_dir)
+        holder, left = holders(self._run_dir)
         self.status: Status = status_of(self._records, holder, time.time(), left)
         if not self.status.goes_on and (waiting := self._submitted()) is not None:
             self.status = waiting

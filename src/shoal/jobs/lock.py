@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from shoal.elastic.control import JOB
 from shoal.errors import UserError
+from shoal.report.replace import replace_text
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
     from shoal.comm import Group
@@ -118,15 +119,16 @@ def own_hold(run_dir: Path) -> Holder | None:
 
 def holder_of(run_dir: Path) -> Holder | None:
     """Returns the process that has the directory, as far as this host knows; None where no run has it."""
-    holder = _holder(run_dir / NAME)
-    return None if holder is None or holder.has_ended else holder
+    return holders(run_dir)[0]
 
 
-def left_by(run_dir: Path) -> Holder | None:
-    """Returns the process that had the directory last, where it has ended and was of a job whose nodes come and go:
-    another one may be about to take it."""
-    holder = _holder(run_dir / NAME)
-    return holder if holder is not None and holder.job and holder.has_ended else None
+def holders(run_dir: Path) -> tuple[Holder | None, Holder | None]:
+    """Returns the process that has the directory, as `holder_of`; and the one that had it last, where it has ended and
+    was of a job whose nodes come and go: another one may be about to take it."""
+    last = _holder(run_dir / NAME)
+    if last is None or not last.has_ended:
+        return last, None
+    return None, last if last.job else None
 
 
 def _take(run_dir: Path, replans: bool) -> None:
@@ -134,11 +136,16 @@ def _take(run_dir: Path, replans: bool) -> None:
     path = run_dir / NAME
     with FileLock(run_dir / _GUARD):  # two processes of this host might both find a stale lock
         refuse_if_taken(run_dir)
+        mine = json.dumps(asdict(replace(Holder.here(), taken=time.time_ns(), replans=replans)))
+        before = _holder(path)
+        if before is not None and before.job and before.job == _job():
+            replace_text(path, mine)  # who looks finds the one or the other
+            return
         with suppress(FileNotFoundError):
             path.unlink()
         try:
             with path.open("x") as file:
-                json.dump(asdict(replace(Holder.here(), taken=time.time_ns(), replans=replans)), file)
+                file.write(mine)
         except FileExistsError:  # another host was quicker
             raise _taken(run_dir, _holder(path)) from None
 

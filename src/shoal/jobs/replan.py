@@ -23,7 +23,7 @@ from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
-from shoal.jobs.lock import Holder, holder_of, left_by, own_hold
+from shoal.jobs.lock import Holder, holder_of, holders, own_hold
 from shoal.jobs.plans import changed, keep
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
@@ -172,13 +172,13 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     until = float("inf")  # when nobody is expected any more
     try:
         while not answer.exists():
-            left = left_by(run_dir)
+            now, left = holders(run_dir)
             if left is not None and left.job == holder.job and time.monotonic() < until:
                 until = min(until, time.monotonic() + OTHERS_SECONDS)
                 time.sleep(LOOK_SECONDS)
                 continue
             until = float("inf")
-            if (now := holder_of(run_dir)) is not None and now.job and now != holder and now.job == holder.job:
+            if now is not None and now.job and now != holder and now.job == holder.job:
                 holder = now  # ranks have come or gone, and another one speaks for them
                 _request(request, holder, change)
             if now != holder:
