@@ -259,7 +259,8 @@ class Limits:
     settle: seconds without a new member or rank after which a generation is formed or grows.
     rejoin: seconds for the members to find a coordinator that took over.
     kill, drain: seconds for ranks to leave a generation, at once and at a step boundary. A supervisor kills ranks that
-        do not leave at once, so `kill` is for one that does not obey.
+        do not leave at once, so `kill` is for one that does not obey; `drain` is for a long step or evaluation, and for
+        the checkpoint before a member leaves. Who hangs meanwhile is found by its supervisor.
     window: seconds in which the failures of a member are counted; at the k-th, from the second on, it is put aside for
         min(2^k, longest) seconds. A slow one is put aside for min(4 x 2^k, longest), where k counts how often it was
         slow again within `window` after it came back.
@@ -273,7 +274,7 @@ class Limits:
     settle: float = 1.0
     rejoin: float = 2.0
     kill: float = 60.0
-    drain: float = 60.0
+    drain: float = 600.0
     window: float = 600.0
     longest: float = 300.0
     fruitless: int = 5
