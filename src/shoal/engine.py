@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from shoal.assembly.arguments import check_arguments, check_regroup, world_to_go_on
+from shoal.assembly.arguments import check_alike, check_arguments, check_regroup, world_to_go_on
 from shoal.assembly.assembled import Assembled
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import lay_out
@@ -109,17 +110,22 @@ class Engine(Running):
         world = world_to_go_on(plan, world, self.world)
         self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
 
-    def regroup(self, plan: Plan, world: World) -> StepResult | None:
+    def regroup(
+        self, plan: Plan, world: World, *, microbatch: int | Literal["same"] | None = "same"
+    ) -> StepResult | None:
         """Goes on in memory with the ranks of `world`, after others have failed or with more, from the newest step that
         they hold. They call it alike, after a step that raised LaunchError or between two; new ranks make an
         `Engine(..., joins=True)`. A step that was cut short is undone: go on with new `batches(...)`.
+
+        microbatch: samples a forward from now on, as for Engine; by default as they were given.
 
         Returns the result of the last step where it raised on all ranks that hold it, after its update: the same on
         all of them, to be dealt with as if the step had returned it. Raises CheckpointError, on all ranks alike, where
         what they hold is not enough (see checkpoint.survivors). Otherwise as `replan`.
         """
         check_regroup(plan, world, self.world)
-        return self._regroup(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
+        recipe = self._recipe if isinstance(microbatch, str) else replace(self._recipe, microbatch=microbatch)
+        return self._regroup(partial(assemble, recipe=recipe, plan=plan, world=world, fill=False), world)
 
 
 def assemble(
@@ -130,6 +136,7 @@ def assemble(
     with ExitStack() as undo:  # what a phase has taken, if a later one refuses
         ranks = ranks_of(plan, world)
         undo.callback(ranks.leave)
+        check_alike(recipe, world.everyone)
         whole = build_alike(model, recipe, ranks)
         module = whole.built.module
         check(plan, recipe, module, whole.groups.options)

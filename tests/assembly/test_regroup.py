@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -304,6 +304,38 @@ def test_a_plan_that_is_refused_may_be_another():
     expected, _ = reference(_whole, 1, replace(ROWS["its backward"], name="", old={}, new={}, dead={}))[0]
     for said, losses in run_ranks(_refused_then_another, 3)[:2]:
         assert "3" in said and losses == pytest.approx(expected, rel=2e-5)
+
+
+def _another_microbatch(world: World, alike: bool) -> tuple[str, list[float]]:
+    """A third rank joins two, and microbatches are smaller from then on, unless it was told something else."""
+    row, said = ROWS["its backward"], ""
+    three = again(world, world.rank, 3)
+    if world.rank == 2:
+        with nullcontext() if alike else pytest.raises(UserError):
+            running = row.engine(three, Plan(dp=3), microbatch=2 if alike else 3, joins=True)
+            return said, [running.step(batch).loss for batch in running.batches(row.data, steps=STEPS - FAILS)]
+        return said, []
+    two = World(world.rank, 2, seat=Seat(world.rank, 2), store=world._given)
+    running = row.engine(two, Plan(dp=2), microbatch=6)
+    losses = [running.step(batch).loss for batch in running.batches(row.data, steps=FAILS)]
+    try:
+        running.regroup(Plan(dp=3), three, microbatch=2)
+    except UserError as error:
+        said = str(error)
+        running.regroup(Plan(dp=2), again(world, world.rank, 2, "two"))
+    assert running.microbatch == (2 if alike else 6)
+    losses += [running.step(batch).loss for batch in running.batches(row.data, steps=STEPS - FAILS)]
+    return said, losses
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_that_join_bring_a_microbatch_that_all_of_them_have(alike):
+    expected, _ = reference(_whole, 1, replace(ROWS["its backward"], name="", old={}, new={}, dead={}))[0]
+    *others, (_, joined) = run_ranks(_another_microbatch, 3, alike)
+    for said, losses in others:
+        assert losses == pytest.approx(expected, rel=2e-5)
+        assert said == ("" if alike else "microbatch = 2 on rank 0 and 3 on rank 2: give all ranks the same")
+    assert joined == pytest.approx(expected[FAILS:] if alike else [], rel=2e-5)
 
 
 def _wrong(world: World) -> list[str]:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shoal.comm import World
+from shoal.assembly.recipe import Recipe
+from shoal.comm import Group, World
 from shoal.data import Batch
 from shoal.errors import ArgumentError, UserError, check_numbers
 from shoal.plan import Plan
@@ -105,6 +106,19 @@ def check_regroup(plan: Any, world: Any, now: World) -> None:
             "engine.regroup goes on in a new world: give engine.world.without([1]) where rank 1 has failed, or a "
             "shoal.comm.World of all that come; to change the plan alone, engine.replan"
         )
+
+
+def check_alike(recipe: Recipe, everyone: Group) -> None:
+    """UserError, on all ranks of `everyone` alike, where they were given other values of what decides who trains which
+    samples, and how: one that joins may have been started otherwise."""
+    mine = {**recipe.settings(), "microbatch": recipe.microbatch, "sync_bn": recipe.sync_bn, "dropout": recipe.dropout}
+    told = everyone.all_gather_object({name: repr(value) for name, value in mine.items()}) if everyone.size > 1 else []
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != told[0][name]:
+                raise ArgumentError(
+                    name, f" = {told[0][name]} on rank 0 and {value} on rank {rank}: give all ranks the same"
+                )
 
 
 def check_batch(batch: Any, step: int) -> None:

@@ -187,8 +187,10 @@ class LiveRank:
         late = list[dict[str, Any]]()
         if engine is None:
             engine = make_engine(settled.job, settled.model, settled.total, world, joins=True)
-        elif (made := engine.regroup(settled.job.plan, world)) is not None and self._attempt is not None:
-            late = [asdict(self._attempt.recorder.late(made, engine.global_batch))]
+        else:
+            made = engine.regroup(settled.job.plan, world, microbatch=settled.job.train.microbatch)
+            if made is not None and self._attempt is not None:
+                late = [asdict(self._attempt.recorder.late(made, engine.global_batch))]
         self._engine = engine
         recent = [*(each["recent"] for each in brought), *world.everyone.all_gather_object(late)]
         user = {"seconds": max(each["seconds"] for each in brought)}
