@@ -50,12 +50,12 @@ def test_later_changes_are_not_saved(tmp_path: Path, held: threading.Event) -> N
     writer.save(1, pieces_of({"w": tensor}), extra, wait=False)  # returns while the disk is held
     tensor.fill_(2.0)
     extra["lr"][0] = 0.2
-    assert steps(tmp_path) in (["step-00000001.tmp"], [])
+    assert steps(tmp_path) in (["step-00000001.tmp"], []) and writer.under_way
     held.set()
     writer.save(2, pieces_of({"w": tensor}), extra, wait=False)  # waits for the first, whose buffers it takes over
     writer.close()
     assert [value(tmp_path / f"step-0000000{step}") for step in (1, 2)] == [1.0, 2.0]
-    assert load(tmp_path / "step-00000001", []) == {"lr": [0.1]}
+    assert load(tmp_path / "step-00000001", []) == {"lr": [0.1]} and not writer.under_way
 
 
 def test_only_one_save_is_in_flight(tmp_path: Path, held: threading.Event) -> None:

@@ -126,6 +126,11 @@ def test_a_rank_measures_its_evaluations_and_saves_from_the_first_step_of_a_plan
     now[0] += 7.0
     board.show(STEP, 9)
     assert read_board(tmp_path / "board").save == pytest.approx(7.0)
+    board.show(SAVE, timed=False)  # which waits for the one before
+    found = read_board(tmp_path / "board")
+    assert (found.save, found.evaluation) == (0.0, pytest.approx(0.05))
+    board.show(STEP, 10)
+    assert read_board(tmp_path / "board").save == pytest.approx(7.0)
     board.show(FIRST)
     board.close()
     assert (read_board(tmp_path / "board").evaluation, read_board(tmp_path / "board").save) == (0.0, 0.0)

@@ -89,6 +89,11 @@ class Changing:
         self._session.abandon_saves()
 
     @property
+    def saving(self) -> bool:
+        """Whether a save that was not waited for is still under way, as far as this rank knows."""
+        return any(writer.under_way for writer in self._session.writers.values())
+
+    @property
     def made(self) -> StepResult | None:
         """The result of the last step, where it was committed and no loop had got it when this engine went on by
         `regroup`, which returns it, or with `joins=True`; else None."""

@@ -36,7 +36,7 @@ class Session:
     """Saves and loads the `state` of a run. All methods are collective, and called between steps.
 
     `settings`: global batch, seed and precision, as a checkpoint records them. `role`: the role of this rank in
-    writing. `closing`: closed at the end of the run; writers of checkpoints are added to it. `user`: the caller's own.
+    writing. `closing`: closed at the end of the run; `writers` of checkpoints are added to it. `user`: the caller's own.
     """
 
     plan: Plan
@@ -49,7 +49,7 @@ class Session:
     closing: ExitStack
     user: UserState
     progress: Progress = field(default_factory=Progress)
-    _writers: dict[Path, Writer] = field(default_factory=dict)
+    writers: dict[Path, Writer] = field(default_factory=dict)
 
     def drifted(self) -> bool:
         """Returns whether the replicas differ now; stops the exchange's background work for the moment."""
@@ -67,14 +67,14 @@ class Session:
         """Writes a checkpoint of the step that comes next (see Engine.save)."""
         self._pause()
         path = Path(directory).resolve()
-        if path not in self._writers:
-            self._writers[path] = Writer(path, self.world, keep)
-            self.closing.callback(self._writers[path].close)
+        if path not in self.writers:
+            self.writers[path] = Writer(path, self.world, keep)
+            self.closing.callback(self.writers[path].close)
         pager = self.state.pager
         copy = pager is None or pager.disk is None
         extra = {**self._extra(), "user": dict(user or {})}
         self._warn(self.user.told_apart(self.members.everyone))
-        self._writers[path].save(self.progress.step, self._pieces(self.role), extra, wait or not copy, copy)
+        self.writers[path].save(self.progress.step, self._pieces(self.role), extra, wait or not copy, copy)
 
     def _pause(self) -> None:
         """Ends what steps, exchange and updates do in the background."""
@@ -88,7 +88,7 @@ class Session:
         `take_over`); a disk of `plan.memory` can meanwhile be another's. Raises CheckpointError if a save under way
         fails."""
         self._pause()
-        for writer in self._writers.values():
+        for writer in self.writers.values():
             writer.wait()
         pieces = self._pieces(self.role.with_copies)
         with self._disk_aside():
@@ -96,12 +96,12 @@ class Session:
 
     def give_up_saves(self) -> None:
         """Has saves wait for no other rank, since some are gone. Any thread may call it."""
-        for writer in list(self._writers.values()):
+        for writer in list(self.writers.values()):
             writer.give_up()
 
     def abandon_saves(self) -> None:
         """Gives up saves under way, where other ranks may be gone; raises nothing."""
-        for writer in self._writers.values():
+        for writer in self.writers.values():
             writer.abandon()
 
     def why_not_left_behind(self) -> str:

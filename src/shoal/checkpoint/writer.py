@@ -92,6 +92,11 @@ class Writer:
         if error is not None:
             raise error
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is in flight, as far as this rank knows."""
+        return self._thread is not None and self._thread.is_alive()
+
     def give_up(self) -> None:
         """Waits for no rank any more, now and later: other ranks are gone. Any thread may call it."""
         self._given_up = True

@@ -239,7 +239,7 @@ class Attempt:
             self._save()
 
     def _save(self) -> None:
-        self.shown.saves()
+        self.shown.saves(self.engine.saving)
         with self.recorder.pause():
             self.saver.save()
 

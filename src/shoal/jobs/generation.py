@@ -71,10 +71,11 @@ class Shown:
         if self._board is not None:
             self._board.show(STEP)
 
-    def saves(self) -> None:
-        """Shows that a save begins, and then the next step."""
+    def saves(self, waits: bool) -> None:
+        """Shows that a save begins, and then the next step. `waits`: first of all the one before is to be completed,
+        which nobody has timed."""
         if self._board is not None:
-            self._board.show(SAVE)
+            self._board.show(SAVE, timed=not waits)
 
     def writes(self) -> None:
         """Shows that the model begins to write a sample, and then the next step."""

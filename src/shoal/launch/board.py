@@ -80,8 +80,9 @@ class Board:
         self._thread = threading.Thread(target=self._live, name="shoal-board", daemon=True)
         self._thread.start()
 
-    def show(self, phase: int, step: int | None = None) -> None:
-        """Shows that this rank has come further: a committed step, or something of another phase."""
+    def show(self, phase: int, step: int | None = None, timed: bool = True) -> None:
+        """Shows that this rank has come further: a committed step, or something of another phase. `timed`: False where
+        it may take longer than what was measured of that phase says."""
         self._step = self._step if step is None else step
         now = time.monotonic()
         if phase == FIRST:
@@ -89,7 +90,7 @@ class Board:
         elif self._phase in self._longest:
             self._longest[self._phase] = max(self._longest[self._phase], now - self._shown)
         self._phase, self._shown = phase, now
-        longest = self._longest.values()
+        longest = (seconds if timed or each != phase else 0.0 for each, seconds in self._longest.items())
         os.pwrite(self._file, _FIELDS.pack(self._step, phase, self._first, *longest, now, now), 0)
 
     def pace(self, part: int, now: float, best: float) -> None:
