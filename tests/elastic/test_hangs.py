@@ -1,5 +1,5 @@
-"""A rank of a real job that hangs in an evaluation, a sample, a save, or in the first step after a resize: the others go
-on without it, in memory."""
+"""A rank of a real job that hangs in an evaluation, a sample, a save, or in the first step after a resize: the others
+go on without it, in memory."""
 
 from __future__ import annotations
 

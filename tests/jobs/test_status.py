@@ -84,7 +84,7 @@ def test_who_has_left_a_run(tmp_path) -> None:
 @pytest.mark.skipif(not os.path.exists("/proc/self/comm"), reason="the kernel does not let a process change its name")
 def test_ranks_that_come_and_go_are_known_by_their_names(tmp_path, monkeypatch) -> None:
     """Their environment has no rank: it changes with the generation."""
-    program = "import sys; from shoal.elastic.control import call_this; call_this(sys.argv[1]); print(flush=True); input()"
+    program = "import sys; from shoal.elastic.control import call_this; call_this(sys.argv[1]); print(flush=1); input()"
     names = ("shoal-rank0", "shoal-rank12", "shoal-waits")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     ranks = [subprocess.Popen([sys.executable, "-c", program, name], **pipes) for name in names]

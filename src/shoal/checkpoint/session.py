@@ -36,7 +36,7 @@ class Session:
     """Saves and loads the `state` of a run. All methods are collective, and called between steps.
 
     `settings`: global batch, seed and precision, as a checkpoint records them. `role`: the role of this rank in
-    writing. `closing`: closed at the end of the run; `writers` of checkpoints are added to it. `user`: the caller's own.
+    writing. `closing`: closed at the end of the run, with the `writers` of checkpoints. `user`: the caller's own.
     """
 
     plan: Plan

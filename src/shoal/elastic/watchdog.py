@@ -3,9 +3,10 @@
 A rank that trains and has committed no step for max(10 s, 5 x the median step) hangs, or waits for one that does. In an
 evaluation it is to come further, by a microbatch, within 5 times the longest that this has taken, too; a save, or a
 sample that the model writes, up to the next step, may take max(60 s, 5 x the longest one before). Those that are not in
-a collective are missing there; where all ranks of this host train and are in one, the missing rank is elsewhere, and the others' supervisors find it.
-In an evaluation, a save or a sample they may wait for long: whether a rank elsewhere comes further, the members find
-out together (standstill.py). A stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
+a collective are missing there; where all ranks of this host train and are in one, the missing rank is elsewhere, and
+the others' supervisors find it. In an evaluation, a save or a sample they may wait for long: whether a rank elsewhere
+comes further, the members find out together (standstill.py). A stopped process (SIGSTOP, a debugger) is found sooner,
+whatever it was doing.
 
 What nobody has timed yet in a generation (its first step, microbatch of an evaluation, save, sample) has the time that
 the job gives it: half an hour, since it may compile, read a cold disk, or wait for a slow machine. If that was too
