@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shoal import Plan, TrainingError, UserError, checkpoint
+from shoal.checkpoint.handover import Handover
 from shoal.comm.world import Seat, World
 from shoal.data import Cursor
 from shoal.engine import Engine
@@ -345,6 +346,30 @@ def test_a_step_that_is_undone_takes_the_objects_back(name):
     row = FAILURES[name]
     with disposable_ranks(_trains, Plan(**row.old).size + row.joins, row) as ranks:
         answers = [rank.result(timeout=30) for number, rank in enumerate(ranks) if number not in row.dead]
+    for found in answers:
+        assert_like(found, reference(_undisturbed, 1)[0])
+
+
+def _one_after_the_other(world: World) -> tuple[Any, ...]:
+    """Of four ranks one dies, two have not made its last step, and the one that has dies while it hands it over."""
+    own = Own()
+    engine = made(World(world.rank, 4, seat=Seat(world.rank, 4), store=world._given), Plan(dp=4), own)
+    own.register(engine)
+    where, what = ("after its update", die) if world.rank == 3 else ("after the ballot", fail)
+    with at(where, what, lambda: engine.step_index == FAILS and world.rank != 1), pytest.raises(LaunchError):
+        train(engine, own)
+    with patch.object(Handover, "finish", lambda _: die()) if world.rank == 1 else nullcontext():
+        with pytest.raises(LaunchError):
+            engine.regroup(Plan(dp=3), again(world, world.rank, 3, "first"))
+    assert engine.regroup(Plan(dp=2), again(world, world.rank // 2, 2)) is None and engine.step_index == FAILS
+    train(engine, own)
+    engine.close()
+    return own.all
+
+
+def test_objects_stay_where_ranks_do_not_go_on():
+    with disposable_ranks(_one_after_the_other, 4) as ranks:
+        answers = [ranks[rank].result(timeout=30) for rank in (0, 2)]
     for found in answers:
         assert_like(found, reference(_undisturbed, 1)[0])
 

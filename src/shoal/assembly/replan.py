@@ -62,10 +62,11 @@ def reassembled(
             for follower in followers:
                 follower.check(new)
             fresh = session(new, ending, None if old is None else old.user)
-            fresh.take_over(source, old)
+            theirs = fresh.take_over(source, old)
             _freeze(new.local.module, old, new.local.ranks.everyone)
             if fresh.state.buddy is not None:
                 fresh.state.buddy.snapshot(fresh.progress.step)
+            fresh.put_back(theirs, source.name)  # now that no other rank is waited for
         except REFUSALS as error:
             source.refuse(str(error))
             raise

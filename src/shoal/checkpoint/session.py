@@ -20,7 +20,7 @@ from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
 from shoal.checkpoint.survivors import survivors, what_is_left, why_not
-from shoal.checkpoint.user_state import UserState
+from shoal.checkpoint.user_state import UserState, values_in
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
 from shoal.comm import World
@@ -118,18 +118,24 @@ class Session:
         with self._disk_aside(), survivors(world, left) as source:
             yield source
 
-    def take_over(self, source: Handover, old: Session | None) -> None:
+    def take_over(self, source: Handover, old: Session | None) -> dict[str, Any]:
         """Goes on with what the session `old` hands over as `source`; None where others do. An iterable that the same
-        ranks read goes on; of other ranks it is opened anew, where it was."""
+        ranks read goes on; of other ranks it is opened anew, where it was. Returns values for `put_back`."""
         self._read(source)
+        theirs = values_in(source)
         source.finish()
         self.progress.made = source.made
         if old is None:
             self.progress.run = source.extra["run"]
-            return
+            return theirs
         if old.world is not self.world:
             old.progress.source = self.progress.source
         self.progress.source, self.progress.run = old.progress.source, old.progress.run
+        return theirs
+
+    def put_back(self, theirs: dict[str, Any], name: str) -> None:
+        """Gives the caller's own objects the values that `load` or `take_over` has read from the source of that name."""
+        self._warn(self.user.take(theirs, self.progress.step, name))
 
     def _disk_aside(self) -> AbstractContextManager[None]:
         disk = None if self.state.pager is None else self.state.pager.disk
@@ -149,11 +155,11 @@ class Session:
         if not self.drifted():
             return own + state.pieces(mine.module, mine.chunks, mine.optimizer, role)
         drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.role)
-        own += [_copied(piece) for piece in drifted]
+        own += [replace(piece, tensor=piece.tensor.clone()) for piece in drifted]
         means = mean_of_optimizers(mine.optimizer, self.members.replicas)
         with mean_of_replicas(mine.module, mine.chunks, self.members.replicas):
             pieces = state.pieces(mine.module, mine.chunks, mine.optimizer, role, means)
-            return own + [_copied(piece) for piece in pieces]
+            return own + [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
 
     def _extra(self) -> dict[str, Any]:
         members, owners = self.members, self.members.replicas if self.plan.zero else None
@@ -200,11 +206,12 @@ class Session:
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Reads a checkpoint (see Engine.load)."""
-        path = Path(directory)
-        if not path.name.startswith("step-"):
-            path = newest_of(path, self.members.everyone)
-        require_sound(path, self.members.everyone)
-        return self._read(OnDisk(path))["user"]
+        path, everyone = Path(directory), self.members.everyone
+        path = path if path.name.startswith("step-") else newest_of(path, everyone)
+        require_sound(path, everyone)
+        extra = self._read(source := OnDisk(path))
+        self.put_back(values_in(source), source.name)
+        return extra["user"]
 
     def _read(self, source: Source) -> dict[str, Any]:
         """Replaces the state by that of `source`; returns its JSON state."""
@@ -228,7 +235,6 @@ class Session:
             version_state.restore_versions(source, {each: versions.tensors(step - each) for each in ago}, role)
         self._restore_exchange(source, extra)
         self._go_on(extra)
-        self._warn(self.user.read(source, extra["step"]))
         return extra
 
     def _restore_exchange(self, source: Source, extra: Mapping[str, Any]) -> None:
@@ -292,7 +298,3 @@ class Session:
             if members.across is not None:
                 weights = of_all_stages(weights, members.across)
         return weights
-
-
-def _copied(piece: Piece) -> Piece:
-    return replace(piece, tensor=piece.tensor.clone())

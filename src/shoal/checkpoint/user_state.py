@@ -94,14 +94,13 @@ class UserState:
             found |= {_BEFORE + name: torch.frombuffer(bytearray(packed), dtype=torch.uint8), **tensors}
         return [Piece.whole(title, each) for title, each in found.items()]
 
-    def read(self, source: Source, step: int) -> list[str]:
-        """Gives the objects their values before `step` from `source`. Returns a line for each that has none there, and
-        stays as it is."""
-        found = _read(source)
-        unknown = [f"{source.name} has no {_called(name)}: it stays as it is" for name in self._objects.keys() - found]
-        for name, thing in self._objects.items():
-            if name in found:
-                put(thing, found.pop(name), _called(name))
+    def take(self, found: dict[str, Any], step: int, name: str) -> list[str]:
+        """Gives the objects their values before `step`, which `values_in` has found in the source of that name. Returns
+        a line for each that has none there, and stays as it is."""
+        unknown = [f"{name} has no {_called(each)}: it stays as it is" for each in self._objects.keys() - found]
+        for each, thing in self._objects.items():
+            if each in found:
+                put(thing, found.pop(each), _called(each))
         self._waiting, self._came_at = found, step
         self.commit(-1)
         return unknown
@@ -123,7 +122,7 @@ class UserState:
         return {name: value_of(thing) for name, thing in self._objects.items()}
 
 
-def _read(source: Source) -> dict[str, Any]:
+def values_in(source: Source) -> dict[str, Any]:
     """Returns all values that `source` has, by name. Collective where the source is."""
     shapes = source.shapes()
     titles = [title for title in shapes if title.startswith(_BEFORE) and "/" not in title]
