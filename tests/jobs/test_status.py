@@ -63,7 +63,14 @@ LEFT = replace(HOLDER, job="a job")
 
 @pytest.mark.parametrize(
     ("records", "now", "word"),
-    [([RUN, STEP], 120, "starting"), ([RUN, STEP], 141, "killed"), ([RUN, SLOW], 600, "starting"), ([], 100, "starting"), ([], 130, "empty"), ([RUN, STEP, DONE], 120, "ended")],
+    [
+        ([RUN, STEP], 120, "starting"),
+        ([RUN, STEP], 141, "killed"),
+        ([RUN, SLOW], 600, "starting"),
+        ([], 100, "starting"),
+        ([], 130, "empty"),
+        ([RUN, STEP, DONE], 120, "ended"),
+    ],
 )
 def test_where_nodes_come_and_go_others_may_go_on_once_rank_0_has_ended(records, now: float, word: str) -> None:
     assert status_of(assemble(records), None, now, LEFT).word == word

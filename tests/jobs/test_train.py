@@ -87,7 +87,9 @@ def test_a_run_goes_on_where_it_stopped(quick, make_job, alone, tmp_path):
     assert [each.step for each in records_of(elsewhere).steps] == [7, 8]
 
 
-def test_who_goes_back_where_nodes_come_and_go_leaves_no_later_checkpoints(quick, make_job, alone, tmp_path, monkeypatch):
+def test_who_goes_back_where_nodes_come_and_go_leaves_no_later_checkpoints(
+    quick, make_job, alone, tmp_path, monkeypatch
+):
     """From which the ranks would go on after a failure."""
     train(make_job(run={"save_every": 2}), {}, alone)
     back = {"resume": str(tmp_path / "run/checkpoints/step-00000002")}

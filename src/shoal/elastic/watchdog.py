@@ -108,7 +108,8 @@ class Watchdog:
         if not late or (works and not missing):
             return None
         seconds = min(now - board.stepped for board in late.values())
-        first = all(self._known(late[rank].phase) is None for rank in missing or late)
+        untimed = [self._known(late[rank].phase) is None for rank in missing or late]
+        first = all(untimed) if missing else any(untimed)
         more = _MORE if first else ""
         if missing:
             does = _DOES[late[missing[0]].phase]
