@@ -134,7 +134,7 @@ class Session:
         return theirs
 
     def put_back(self, theirs: dict[str, Any], name: str) -> None:
-        """Gives the caller's own objects the values that `load` or `take_over` has read from the source of that name."""
+        """Gives the caller's own objects the values that were read from the source of that `name`."""
         self._warn(self.user.take(theirs, self.progress.step, name))
 
     def _disk_aside(self) -> AbstractContextManager[None]:
