@@ -24,7 +24,7 @@ from shoal.errors import CheckpointError
 from shoal.parallel import Layout
 torch.set_num_threads(1)
 directory = sys.argv[1]
-world = types.SimpleNamespace(rank=0, size=1, store=None)
+world = types.SimpleNamespace(rank=0, size=1, store=None, lost=str)
 def pieces(kib):
     return share("w", torch.zeros(kib * 256), Layout.replicated((kib * 256,)), 0, 1)
 """
@@ -87,7 +87,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 KILLED = (
     PRELUDE
     + """
-world = types.SimpleNamespace(rank=0, size=2, store=HashStore())
+world = types.SimpleNamespace(rank=0, size=2, store=HashStore(), lost=str)
 Writer(directory, world).save(2, pieces(512), {}, wait=True)  # waits for a rank 1 that never comes
 """
 )
