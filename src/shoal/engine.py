@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from shoal.assembly.arguments import check_alike, check_arguments, check_regroup, world_to_go_on
+from shoal.assembly.arguments import check_arguments, check_regroup, world_to_go_on
 from shoal.assembly.assembled import Assembled
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import lay_out
 from shoal.assembly.model import build_alike, localize
 from shoal.assembly.ranks import ranks as ranks_of
-from shoal.assembly.recipe import Recipe
+from shoal.assembly.recipe import SAME, Recipe
 from shoal.assembly.replan import joined, started
 from shoal.assembly.running import Running
 from shoal.assembly.trainer import trainer
@@ -57,8 +56,7 @@ class Engine(Running):
     keep_gradients: for `gradients()`; collate: makes a batch of samples.
     norms_every: after so many steps the result has `norms` by name; 0 for never.
     world: by default what the launcher's variables say.
-    joins: takes the state of the run from the other ranks of `world`, which call `regroup`. Where that returns a
-        result, `made` has it here.
+    joins: takes the state of the run from the other ranks of `world`, which call `regroup` (see `made`).
 
     Raises UserError for what does not fit together.
     """
@@ -110,22 +108,16 @@ class Engine(Running):
         world = world_to_go_on(plan, world, self.world)
         self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
 
-    def regroup(
-        self, plan: Plan, world: World, *, microbatch: int | Literal["same"] | None = "same"
-    ) -> StepResult | None:
+    def regroup(self, plan: Plan, world: World, microbatch: int | str | None = SAME) -> StepResult | None:
         """Goes on in memory with the ranks of `world`, after others have failed or with more, from the newest step that
         they hold. They call it alike, after a step that raised LaunchError or between two; new ranks make an
-        `Engine(..., joins=True)`. A step that was cut short is undone: go on with new `batches(...)`.
+        `Engine(..., joins=True)`. A step that was cut short is undone: call `batches(...)` anew. `microbatch`: of Engine.
 
-        microbatch: samples a forward from now on, as for Engine; by default as they were given.
-
-        Returns the result of the last step where it raised on all ranks that hold it, after its update: the same on
-        all of them, to be dealt with as if the step had returned it. Raises CheckpointError, on all ranks alike, where
-        what they hold is not enough (see checkpoint.survivors). Otherwise as `replan`.
+        Returns the result of the last step where no loop has got it (see `made`). Raises CheckpointError, on all ranks
+        alike, where what they hold is not enough (see checkpoint.survivors). Otherwise as `replan`.
         """
         check_regroup(plan, world, self.world)
-        recipe = self._recipe if isinstance(microbatch, str) else replace(self._recipe, microbatch=microbatch)
-        return self._regroup(partial(assemble, recipe=recipe, plan=plan, world=world, fill=False), world)
+        return self._regroup(partial(assemble, plan=plan, world=world, fill=False), world, microbatch)
 
 
 def assemble(
@@ -136,7 +128,6 @@ def assemble(
     with ExitStack() as undo:  # what a phase has taken, if a later one refuses
         ranks = ranks_of(plan, world)
         undo.callback(ranks.leave)
-        check_alike(recipe, world.everyone)
         whole = build_alike(model, recipe, ranks)
         module = whole.built.module
         check(plan, recipe, module, whole.groups.options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -106,12 +107,15 @@ class Changing:
         return self._session.why_not_left_behind()
 
     @without_collections()
-    def _regroup(self, assemble: Assemble, world: World) -> StepResult | None:
+    def _regroup(
+        self, assemble: Callable[..., Assembled], world: World, microbatch: int | str | None
+    ) -> StepResult | None:
+        make: Assemble = partial(assemble, recipe=self._recipe.dealt(microbatch))
         self.world.close()  # who waits for a rank that lives waits no longer
         with everywhere_or_nowhere(world):
             check_hooks_of_users(self._local, world.everyone)
             with self._session.left_behind(world) as source:
-                new = reassembled(source, self._session, self._model, assemble, self.followers)
+                new = reassembled(source, self._session, self._model, make, self.followers)
         self._succeed(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
         return self.made
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.assembly.arguments import check_alike
 from shoal.assembly.compatibility import check_dropout, check_no_flush, check_recompute
 from shoal.assembly.ranks import Ranks
 from shoal.assembly.recipe import Recipe
@@ -60,6 +61,7 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
     """Builds `model`, a factory or a ready module: the same on all ranks, which call it alike."""
     if ranks.world.device.type == "cpu":
         keep_freed_memory()
+    check_alike(recipe, ranks.world.everyone)
     built = build_ahead(model, recipe.seed)
     check_free(built.module)
     make_alike(built, ranks.world.everyone)

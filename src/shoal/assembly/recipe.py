@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shoal.data.loader import Collate
@@ -15,6 +15,9 @@ from shoal.precision import Precision
 from shoal.precision import precision as precision_named
 from shoal.training.loss import Loss
 from shoal.training.norms import ClipRule
+
+SAME = "same"
+"""Stands for the microbatch that was given before."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class Recipe:
                 '"averaged" takes the mean'
             )
         return cls(**{**own, "precision": precision_named(own["precision"])})
+
+    def dealt(self, microbatch: int | str | None) -> Recipe:
+        """The recipe with another microbatch; SAME leaves it as it is."""
+        return self if isinstance(microbatch, str) else replace(self, microbatch=microbatch)
 
     @property
     def even(self) -> bool:
