@@ -111,7 +111,7 @@ class Engine(Running):
     def regroup(self, plan: Plan, world: World, microbatch: int | str | None = SAME) -> StepResult | None:
         """Goes on in memory with the ranks of `world`, after others have failed or with more, from the newest step that
         they hold. They call it alike, after a step that raised LaunchError or between two; new ranks make an
-        `Engine(..., joins=True)`. A step cut short is undone: call `batches(...)` again. `microbatch`: a new one, if any.
+        `Engine(..., joins=True)`. A step cut short is undone: call `batches(...)` again. `microbatch`: another one.
 
         Returns the result of the last step where no loop has got it (see `made`). Raises CheckpointError, on all ranks
         alike, where what they hold is not enough (see checkpoint.survivors). Otherwise as `replan`.
