@@ -144,6 +144,15 @@ def test_other_algorithms_take_sparse_gradients(exchange):
             torch.testing.assert_close(ours[2][name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qadam", "onebit_adam"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_words_that_come_after_the_warm_up_are_not_thrown_away(sparse, name):
+    """They have no variance, and their vectors went to the hundreds."""
+    exchange = {"name": name, "warmup": 2}
+    for found in simulate_world(2, train, partial(Bag, sparse), partial(torch.optim.AdamW, lr=1e-2), exchange):
+        assert float(found[2]["words.weight"].abs().max()) < 20, "drawn from N(0, 1), and ten steps of about 1e-2"
+
+
 def test_sparse_adam_takes_what_an_algorithm_makes_of_rows():
     first, second = simulate_world(2, train, Words, partial(torch.optim.SparseAdam, lr=0.1), "delayed")
     assert first[0][-1] != first[0][0] and torch.equal(first[2]["words.weight"], second[2]["words.weight"])

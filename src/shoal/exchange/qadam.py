@@ -6,6 +6,9 @@ gradient to the momentum:
 
     m_r = b1 m + (1 - b1) g_r;   m = mean over r of m_r, through the codec with error feedback
     x <- x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps), with weight decay as the optimizer has it
+
+An element that had no gradient in the warm-up, such as those of a word that had not come yet, has no variance: by 0 +
+eps its first gradient, or what the codec makes of none, would throw it away. The mean of its parameter stands for it.
 """
 
 from __future__ import annotations
@@ -81,11 +84,13 @@ class QAdam(Algorithm):
         for index, chunk in enumerate(self.replica.chunks):
             momentum = chunk.gradient.mul_(factor)  # clipped as a replica's own mean
             names = [slot.name for slot in chunk.slots if slot.name not in alone]
+            new = [name for name in names if not self._frozen[name]]
             for name in names:
                 self._take_in(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
             waiting = [] if self._feedback is None else [self._feedback.own[index], self._feedback.summed[index]]
             views = [slot.view(flat) for flat in waiting for slot in chunk.slots if slot.name in alone]
             before = [view.clone() for view in views]  # nothing of an untouched parameter is applied: all of it waits
+            self._fill_variance(new)
             # before it is sent: what the codec loses is then of the mean, whatever the number of replicas
             momentum.div_(group.size)
             scatter_gather(momentum, group, self._codec, f"momentum {chunk.index}", *waiting)
@@ -111,6 +116,17 @@ class QAdam(Algorithm):
             gradient.add_(parameter, alpha=options["weight_decay"])
         beta = float(options["betas"][0])
         gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta)
+
+    def _fill_variance(self, names: Sequence[str]) -> None:
+        """Gives elements without a variance the mean of those that have one, of their parameter or else of all
+        `names`."""
+        states = (self._adam.state[self.replica.optimizer.parameters[name]] for name in names)
+        variances = [state["exp_avg_sq"] for state in states]
+        seen = [each[each > 0] for each in variances]
+        of_all = torch.cat(seen) if seen else torch.empty(0)
+        for variance, there in zip(variances, seen, strict=True):
+            if there.numel() < variance.numel() and of_all.numel():
+                variance.masked_fill_(variance == 0, (there if there.numel() else of_all).mean())
 
     def _move(self, name: str, momentum: Tensor, options: dict) -> None:
         parameter = self.replica.optimizer.parameters[name]
