@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.pipeline import kept
 from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
-from shoal.planner.pipes import Pace, parted, simulated, slowest, waiting
+from shoal.planner.pipes import Pace, parted, schedule_named, simulated, slowest, under_way, waiting
 from shoal.planner.search import Search
 from tests.planner.models import task
 
@@ -65,6 +66,14 @@ def test_each_half_of_a_backward_computes_again():
     stages = [Pace(1.0, 2.0 + 1.0, 1.0, 0.0), Pace(1.0, 2.0 + 2.0, 1.0, 1.0)]
     assert slowest(stages, 2) == (1, 5.0)
     assert simulated("zb1p", 2, 8, 1, stages, 0.0) == pytest.approx(8 * 5 + 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 12])
+def test_what_1f1b_has_under_way_is_what_its_lists_say(ranks, microbatches):
+    orders = schedule_named("1f1b", ranks, microbatches, 1).orders
+    most = [(max(sum(now.values()) for now in kept(order)),) for order in orders]
+    assert under_way("1f1b", ranks, microbatches, 1) == tuple(most)
 
 
 def test_recompute_in_halves_is_priced_twice():

@@ -108,7 +108,7 @@ class Prices:
         """The distinct pieces among `places`, in order, and how many are like each."""
         counts: dict[int, int] = {}
         for place in places:
-            counts[self._like[place]] = counts.get(self._like[place], 0) + 1
+            counts[self.like[place]] = counts.get(self.like[place], 0) + 1
         return tuple(counts.items())
 
     def blocks(self, places: range) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -118,7 +118,7 @@ class Prices:
         for place in places:
             kind, number = self._blocks[place]
             if kind:
-                found.setdefault(kind, (self._like[place], []))[1].append(number)
+                found.setdefault(kind, (self.like[place], []))[1].append(number)
         return tuple((place, tuple(numbers)) for place, numbers in found.values())
 
     @cached_property
@@ -128,18 +128,18 @@ class Prices:
         return list(zip(kinds, accumulate(map(bool, kinds[:-1]), initial=0), strict=True))
 
     @cached_property
-    def _like(self) -> list[int]:
+    def like(self) -> list[int]:
         """For each piece the first one that is like it."""
         first: dict[tuple[str, ...], int] = {}
         return [first.setdefault(tuple(part.kind for part in piece), place) for place, piece in enumerate(self.pieces)]
 
     def spent(self, place: int, spread: Spread, rows: int) -> Spent:
         """Seconds of a microbatch of `rows` rows of a piece."""
-        return self._spent(self._like[place], spread, rows)
+        return self._spent(self.like[place], spread, rows)
 
     def sizes(self, place: int, spread: Spread) -> Sizes:
         """What a rank holds of a piece."""
-        return self._sizes(self._like[place], spread)
+        return self._sizes(self.like[place], spread)
 
     @cached_property
     def slowest(self) -> Device:

@@ -53,7 +53,8 @@ def cut_for(prices: Prices, spread: Spread, stages: int) -> Cuts:
     elif isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
         numbers = list(given)
     else:
-        costs = [alone(prices, place, spread) for place in range(number)]
+        distinct = {place: alone(prices, place, spread) for place in set(prices.like)}
+        costs = [distinct[place] for place in prices.like]
         speeds = prices.speeds(spread.stages)
         numbers = cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)])
     places = [range(*each) for each in pairwise([0, *accumulate(numbers)])]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from shoal.pipeline import Costs, Schedule, kept, make_schedule, simulate
 from shoal.pipeline.actions import Action, Kind
 
+HALVED = ("zb1p", "zbv")
+"""Schedules with backwards in two halves."""
 LARGE = 4000
 """Actions of a schedule up to which it is simulated whole; beyond, what more microbatches take is extrapolated."""
 
@@ -77,7 +79,10 @@ def schedule_named(name: str, ranks: int, microbatches: int, chunks: int) -> Sch
 @lru_cache(maxsize=4096)
 def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """For each rank the most microbatches of each of its stages that wait for their backward together. Of many
-    microbatches a few are enough: the schedule repeats itself."""
+    microbatches a few are enough: the schedule repeats itself. For 1f1b, whose lists are long where there are hundreds
+    of ranks, by its formula."""
+    if name == "1f1b" and chunks == 1:
+        return tuple((min(microbatches, ranks - rank),) for rank in range(ranks))
     schedule = schedule_named(name, ranks, min(microbatches, 3 * ranks), chunks)
     found = []
     for rank, order in enumerate(schedule.orders):
@@ -91,6 +96,8 @@ def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tu
 def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float, ...]:
     """For each stage the share of its backwards that run in two halves, of which the first one leaves something to the
     second. Of many microbatches a few are enough."""
+    if name not in HALVED:
+        return (0.0,) * (ranks * chunks)
     few = min(microbatches, 4 * ranks)
     schedule = schedule_named(name, ranks, few, chunks)
     halves = Counter(each.stage for order in schedule.orders for each in order if each.kind == "I")
