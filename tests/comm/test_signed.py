@@ -137,7 +137,7 @@ def read_what_a_stranger_wrote(world: World, trap: str) -> tuple[str, str]:
         store.bare.set("ready", "1")
         return "", ""
     store.bare.wait(["ready"])
-    meeting = Meeting(world.store, "topic", 0, 2)
+    meeting = Meeting(world.store, "topic", 0, 2, lambda: "")
     return error_of(lambda: meeting.get("answer", 5)), error_of(lambda: world.group("pair", [0, 1]))
 
 

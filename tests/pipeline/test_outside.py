@@ -72,12 +72,16 @@ def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
 def trained(world: Any, make: Any, ready: bool, plan: dict[str, Any]) -> list[float]:
     draw = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(WIDTH, generator=draw), "y": torch.randn(WIDTH, generator=draw)} for _ in range(8)]
-    model = make
-    if ready:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = make()
-    return losses_of(world, model, squares, rows, plan, 4)
+    return losses_of(world, ready_one(make) if ready else make, squares, rows, plan, 4)
+
+
+def ready_one(make: Any) -> Any:
+    """A module of the same numbers for every rank: ranks are threads here, which share torch's generator."""
+    model, draw = make(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) / WIDTH)
+    return model
 
 
 @pytest.mark.parametrize("ready", [False, True])
