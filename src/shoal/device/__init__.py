@@ -55,6 +55,7 @@ from shoal.device.streams import (
     synchronize,
     timed_event,
 )
+from shoal.device.timing import quickest
 
 __all__ = [
     "CPU",
@@ -95,6 +96,7 @@ __all__ = [
     "new_stream",
     "on_stream",
     "own_device",
+    "quickest",
     "record_event",
     "record_use",
     "seed_generators",

@@ -3,13 +3,10 @@ modules around it in Python."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from shoal.device.streams import synchronize
+from shoal.device.timing import quickest
 
 WIDTH, LAYERS, TRIALS = 16, 24, 10
 COUNTED = 5
@@ -40,7 +37,8 @@ def measure_operations(device: torch.device) -> float:
         model(x).sum().backward()
         model.zero_grad()
 
-    return _quickest(device, work) / (3 * COUNTED * LAYERS)
+    work()  # the first one is not timed
+    return quickest(device, TRIALS, work) / (3 * COUNTED * LAYERS)
 
 
 def measure_shortest(device: torch.device) -> float:
@@ -52,17 +50,5 @@ def measure_shortest(device: torch.device) -> float:
         for _ in range(ALONE):
             value = value + 1.0
 
-    return _quickest(device, work) / ALONE
-
-
-def _quickest(device: torch.device, work: Callable[[], None]) -> float:
-    """Seconds of the shortest of several runs, after one that is not timed."""
-    work()
-    taken = []
-    for _ in range(TRIALS):
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+    work()  # the first one is not timed
+    return quickest(device, TRIALS, work) / ALONE

@@ -10,7 +10,7 @@ import torch
 
 from shoal.device.backend import is_accelerator
 from shoal.device.memory import forget_most_allocated
-from shoal.device.streams import synchronize
+from shoal.device.timing import seconds_of
 
 PEAK_SECONDS = 0.3
 CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192
@@ -31,7 +31,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         if runs >= 2 and size < largest:
             size *= 2
             product = _product(size, device, dtype)
-        best = max(best, 2 * size**3 / _seconds_of(product, device))
+        best = max(best, 2 * size**3 / seconds_of(device, product))
         runs += 1
     del product
     forget_most_allocated(device)  # these matrices are no part of the run's peak
@@ -42,13 +42,5 @@ def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[]
     """Makes the product of two random matrices; the first one, which pays for the choice of a kernel and for page
     faults, is done."""
     product = partial(torch.mm, *(torch.randn(size, size, device=device).to(dtype) for _ in range(2)))
-    _seconds_of(product, device)
+    seconds_of(device, product)
     return product
-
-
-def _seconds_of(operation: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    operation()
-    synchronize(device)
-    return time.perf_counter() - began

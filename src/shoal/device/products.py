@@ -3,13 +3,11 @@ are transposed as they are there."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from shoal.device.backend import is_accelerator
 from shoal.device.memory import forget_most_allocated
-from shoal.device.streams import synchronize
+from shoal.device.timing import seconds_of
 
 WIDTHS, ACCELERATOR_WIDTHS = (64, 128, 256, 512, 1024), (256, 512, 1024, 2048, 4096, 8192)
 """Rows and columns of the matrices, which are square."""
@@ -39,10 +37,9 @@ def measure_products(device: torch.device, dtype: torch.dtype, largest: bool = T
 
 
 def _timed(x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> float:
-    synchronize(x.device)
-    began = time.perf_counter()
-    torch.mm(x, weight.t())
-    torch.mm(gradient, weight)
-    torch.mm(gradient.t(), x)
-    synchronize(x.device)
-    return time.perf_counter() - began
+    def work() -> None:
+        torch.mm(x, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), x)
+
+    return seconds_of(x.device, work)

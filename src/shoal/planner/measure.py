@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from shoal.device import (
     measure_operations,
     measure_products,
     measure_shortest,
-    synchronize,
+    quickest,
 )
 from shoal.device.memory import forget_most_allocated
 from shoal.errors import StorageError
@@ -127,22 +127,10 @@ def _shares(
     return tuple(reversed(found))
 
 
-def _quickest(device: torch.device, times: int, work: Callable[[], object]) -> float:
-    """Seconds of the shortest of several runs of `work`."""
-    best = float("inf")
-    for _ in range(times):
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
 def _bandwidth(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, device=device)
     into = torch.empty_like(source)
-    return 2 * COPIED / _quickest(device, 4, lambda: torch.add(source, 1.0, out=into))
+    return 2 * COPIED / quickest(device, 4, lambda: torch.add(source, 1.0, out=into))
 
 
 def _copies(device: torch.device) -> float:
@@ -154,7 +142,7 @@ def _copies(device: torch.device) -> float:
         host.copy_(there, non_blocking=True)
         there.copy_(host, non_blocking=True)
 
-    return 2 * COPIED / _quickest(device, 3, work)
+    return 2 * COPIED / quickest(device, 3, work)
 
 
 def _disk() -> float:
@@ -173,7 +161,7 @@ def _disk() -> float:
                             part.result()
 
                 work()  # the first write takes the room
-                return 2 * WRITTEN / _quickest(CPU, 2, work)
+                return 2 * WRITTEN / quickest(CPU, 2, work)
             finally:
                 file.close()
     return 0.0
