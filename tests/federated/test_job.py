@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 
 import numpy as np
@@ -13,7 +12,6 @@ from shoal.cli.app import app
 from shoal.data.corpus import open_corpus
 from shoal.errors import UserError
 from shoal.jobs.export import evaluate_run
-from shoal.jobs.federated import record
 from shoal.jobs.federated.holdings import deal
 from shoal.jobs.federated.serve import Serving, serve
 from shoal.jobs.federated.simulate import simulate
@@ -22,6 +20,7 @@ from shoal.jobs.read import load_job
 from shoal.report.metrics import read_metrics
 from shoal.report.page import write_report
 from tests.federated.common import CLASSES, INPUTS, samples
+from tests.jobs.logs import fill_at
 
 JOB = """
 [model]
@@ -132,14 +131,7 @@ def test_numbers_of_a_server_and_a_client_that_are_none_are_refused(job_file):
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_rounds(job_file, tmp_path, monkeypatch, capsys):
-    written = record.MetricsLog.write
-
-    def full(self, entry):
-        if isinstance(entry, record.StepRecord) and entry.step == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written(self, entry)
-
-    monkeypatch.setattr(record.MetricsLog, "write", full)
+    fill_at(2, monkeypatch)
     assert simulate(*load_job(job_file, ["federated.rounds=3"])).step == 3
     assert [step for step, _ in rounds_of(tmp_path / "run")] == [1]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written any more") == 1

@@ -24,6 +24,7 @@ from shoal.jobs.read import load_job
 from shoal.jobs.train import train
 from shoal.optim.lr import _cosine
 from tests.jobs.conftest import losses_of, records_of
+from tests.jobs.logs import fill_at
 
 pytestmark = pytest.mark.fast
 
@@ -174,14 +175,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(quick, make_job, alone, 
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_run(quick, make_job, alone, monkeypatch, capsys):
-    written = record.MetricsLog.write
-
-    def full(self, entry):
-        if isinstance(entry, record.StepRecord) and entry.step == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written(self, entry)
-
-    monkeypatch.setattr(record.MetricsLog, "write", full)
+    fill_at(3, monkeypatch)
     job = make_job()
     assert train(job, {}, alone).step == 6
     assert len(losses_of(job)) == 2

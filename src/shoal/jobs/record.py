@@ -17,6 +17,7 @@ from shoal.errors import LaunchError
 from shoal.jobs.underway import shown_by
 from shoal.report import flops
 from shoal.report.events import plan_text
+from shoal.report.lasting_log import LastingLog
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
     COUNTS,
@@ -24,7 +25,6 @@ from shoal.report.metrics import (
     EndRecord,
     EvalRecord,
     MembershipRecord,
-    MetricsLog,
     MovesRecord,
     PlanRecord,
     Record,
@@ -77,7 +77,7 @@ class Recorder:
         if not active:
             return
         self._late = late
-        self._log: MetricsLog | None = MetricsLog(run_dir / "metrics.jsonl")
+        self._log = LastingLog(run_dir / "metrics.jsonl", self._message)
         self._trackers = Trackers(make_trackers(trackers, run_dir), self.warning)
         self._progress = Progress(total, stream or sys.stdout)
         self._ending = ExitStack()
@@ -87,7 +87,7 @@ class Recorder:
         """Begins the attempt; the time of the first step counts from here."""
         if self._active:
             self._peak = run.peak_flops
-            self._append(run)
+            self._log.write(run)
             self._trackers.start(run)
         self._lap = time.perf_counter()
 
@@ -203,8 +203,7 @@ class Recorder:
         self._ending.close()
         self._progress.close()
         self._trackers.close()
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
 
     def _read(self) -> None:
         record = self._record(*self._unread.popleft())
@@ -237,18 +236,8 @@ class Recorder:
 
     def _write(self, record: Record) -> None:
         if self._active:
-            self._append(record)
-            self._trackers.log(record)
-
-    def _append(self, record: Record) -> None:
-        """Writes to metrics.jsonl. A full disk must not end the training: the log is given up with a warning."""
-        if self._log is None:
-            return
-        try:
             self._log.write(record)
-        except OSError as error:
-            self._log = None
-            self._message(f"warning: metrics.jsonl cannot be written any more: {error}. Training goes on without it")
+            self._trackers.log(record)
 
     def _message(self, text: str) -> None:
         if self._active:

@@ -12,12 +12,12 @@ import torch
 
 from shoal.federated.evaluation import Measured
 from shoal.federated.simulation import Result
+from shoal.report.lasting_log import LastingLog
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
     CheckpointRecord,
     EndRecord,
     EvalRecord,
-    MetricsLog,
     RunRecord,
     StepRecord,
     WarningRecord,
@@ -33,13 +33,13 @@ class Record:
 
     def __init__(self, run_dir: Path, trackers: list[str], device: torch.device, total: int) -> None:
         self._memory, self._started = MemoryMeter(device), time.perf_counter()
-        self._log: MetricsLog | None = MetricsLog(run_dir / "metrics.jsonl")
+        self._log = LastingLog(run_dir / "metrics.jsonl", self.note)
         self._trackers = Trackers(make_trackers(trackers, run_dir), self.warning)
         self._progress = Progress(total, sys.stdout)
 
     def start(self, run: RunRecord) -> None:
         """Begins the attempt."""
-        self._append(run)
+        self._log.write(run)
         self._trackers.start(run)
 
     def round(self, result: Result, measured: Measured | None, lr: float, clients: int) -> None:
@@ -100,19 +100,8 @@ class Record:
         self._write(EndRecord(reason=reason, seconds=time.perf_counter() - self._started))
         self._progress.close()
         self._trackers.close()
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
 
     def _write(self, record: AnyRecord) -> None:
-        self._append(record)
+        self._log.write(record)
         self._trackers.log(record)
-
-    def _append(self, record: AnyRecord) -> None:
-        """Writes to metrics.jsonl. A full disk must not end the training: the log is given up with a warning."""
-        if self._log is None:
-            return
-        try:
-            self._log.write(record)
-        except OSError as error:
-            self._log = None
-            self.note(f"warning: metrics.jsonl cannot be written any more: {error}. Training goes on without it")
