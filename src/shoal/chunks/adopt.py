@@ -16,6 +16,7 @@ from shoal.chunks.chunk import Chunk
 from shoal.chunks.spec import Slot
 from shoal.chunks.weakly import is_weak
 from shoal.errors import UserError
+from shoal.module.record import span_of, storage_of
 from shoal.precision import Precision
 
 _adopted: MutableMapping[Tensor, weakref.ref[Chunk]] = WeakTensorKeyDictionary()
@@ -71,7 +72,7 @@ def adopt(
                 _take_over_hooks(parameter, built)
                 adopted[id(built)] = by_name[name] = parameter
                 if not chunk.passes:
-                    places.setdefault(built.untyped_storage()._cdata, []).append((built, parameter))
+                    places.setdefault(storage_of(built), []).append((built, parameter))
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, adopted[id(built)])
         for chunk in chunks:
@@ -195,9 +196,9 @@ def _part(tensor: Tensor, places: Places) -> tuple[nn.Parameter, int] | None:
     None where there is none."""
     if tensor.layout != torch.strided or tensor.requires_grad or not tensor.numel():
         return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    for built, parameter in places.get(tensor.untyped_storage()._cdata, ()):
-        offset = int(tensor.storage_offset() - built.storage_offset())
-        if tensor.dtype == built.dtype and built.is_contiguous() and offset >= 0 and offset + last < built.numel():
-            return parameter, offset
+    first, end = span_of(tensor)
+    for built, parameter in places.get(storage_of(tensor), ()):
+        begins, ends = span_of(built)
+        if tensor.dtype == built.dtype and built.is_contiguous() and begins <= first and end <= ends:
+            return parameter, first - begins
     return None

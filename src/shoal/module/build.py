@@ -35,6 +35,7 @@ from shoal.module.record import (
     conversion_by_data,
     rejection_sampling_whole,
     seed_of,
+    span_of,
     storage_of,
 )
 
@@ -104,10 +105,8 @@ def _in_one_place(module: nn.Module) -> tuple[str, str] | None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, each in module.named_parameters():
         if each.numel() and each.layout == torch.strided:
-            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-            first = int(each.storage_offset())
-            span = first * each.itemsize, int(first + last + 1) * each.itemsize, name
-            spans.setdefault(storage_of(each), []).append(span)
+            first, end = span_of(each)
+            spans.setdefault(storage_of(each), []).append((first * each.itemsize, end * each.itemsize, name))
     for together in spans.values():
         for (_, end, one), (start, _, other) in pairwise(sorted(together)):
             if start < end:

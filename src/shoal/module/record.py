@@ -248,6 +248,13 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns the elements of its storage between which a tensor lies: its first, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, int(first + last + 1)
+
+
 def _seen(leaf: Any) -> Any:
     return _ref(leaf) if isinstance(leaf, FakeTensor) else leaf
 
