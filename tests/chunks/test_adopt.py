@@ -14,6 +14,7 @@ from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import regression
+from tests.beside import trains_as_plain
 
 
 class Keeps(nn.Module):
@@ -55,21 +56,8 @@ class Looks(nn.Module):
 def test_views_of_parameters_are_of_those_that_are_trained(ready):
     """They were of what the weights had been at first."""
     engine = trains(Looks() if ready else Looks)
-    plain = Looks()
-    with torch.no_grad():
-        for name, value in plain.named_parameters():
-            value.copy_(engine.parameters[name])
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     data = [{"inputs": torch.ones(3) * i, "targets": torch.ones(3)} for i in range(4)]
-    for batch in engine.batches(data, steps=4):
-        total, count = regression(plain, batch.load(batch.ids))
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        engine.step(batch)
-    for name, value in plain.named_parameters():
-        torch.testing.assert_close(engine.parameters[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
-    engine.close()
+    trains_as_plain(engine, Looks(), lambda plain: torch.optim.SGD(plain.parameters(), lr=0.1), data)
 
 
 class Tail(nn.Module):

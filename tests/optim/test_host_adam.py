@@ -13,6 +13,7 @@ from shoal.chunks.masters import CompactMasters
 from shoal.models import regression
 from shoal.optim.fused import host_adam
 from shoal.optim.fused.host_adam import adam_update
+from tests.beside import trains_as_plain
 
 N = 100_003  # no multiple of a block or of a vector
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -61,19 +62,12 @@ def test_weight_decay_is_decoupled_where_the_group_says_so(kind):
     factory = partial(kind, lr=0.1, weight_decay=0.5)
     engine = Engine(lambda: nn.Linear(5, 3), regression, factory, global_batch=4, param_groups=rule)
     assert engine.optimizer.kernel == "Shoal's kernel for the host"
-    plain = nn.Linear(5, 3)
-    plain.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
-    optimizer = factory([{"params": [each], **rule(name, each)} for name, each in plain.named_parameters()])
+
+    def optimizer(plain: nn.Module) -> torch.optim.Optimizer:
+        return factory([{"params": [each], **rule(name, each)} for name, each in plain.named_parameters()])
+
     data = [{"inputs": torch.full((5,), 0.1 * i), "targets": torch.ones(3)} for i in range(4)]
-    for batch in engine.batches(data, steps=4):
-        total, count = regression(plain, batch.load(batch.ids))
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        engine.step(batch)
-    for name, value in plain.named_parameters():
-        torch.testing.assert_close(engine.parameters[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
-    engine.close()
+    trains_as_plain(engine, nn.Linear(5, 3), optimizer, data)
 
 
 def test_low_precision_comes_and_goes_in_the_same_pass(form):
