@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
@@ -38,6 +38,10 @@ class Piece:
         """All of a tensor that this rank alone holds."""
         shape = tuple(tensor.shape)
         return cls(name, shape, Box.whole(shape), tensor)
+
+    def copied(self) -> Piece:
+        """The piece with values of its own."""
+        return replace(self, tensor=self.tensor.clone())
 
     def __post_init__(self) -> None:
         assert tuple(self.tensor.shape) == self.box.sizes, (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,11 @@ class Session:
         if not self.drifted():
             return own + state.pieces(mine.module, mine.chunks, mine.optimizer, role)
         drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.role)
-        own += [replace(piece, tensor=piece.tensor.clone()) for piece in drifted]
+        own += [piece.copied() for piece in drifted]
         means = mean_of_optimizers(mine.optimizer, self.members.replicas)
         with mean_of_replicas(mine.module, mine.chunks, self.members.replicas):
             pieces = state.pieces(mine.module, mine.chunks, mine.optimizer, role, means)
-            return own + [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+            return own + [piece.copied() for piece in pieces]
 
     def _extra(self) -> dict[str, Any]:
         members, owners = self.members, self.members.replicas if self.plan.zero else None

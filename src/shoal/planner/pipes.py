@@ -161,8 +161,8 @@ def _crowded(schedule: Schedule, costs: Costs, crowd: float) -> float:
     ends: dict[Action, float] = {}
     places = [0] * schedule.ranks
     under_way: dict[int, float] = {}  # by rank what is left of its action, at the speed while all compute
-    now = 0.0
-    while len(ends) < sum(map(len, schedule.orders)):
+    now, number = 0.0, sum(map(len, schedule.orders))
+    while len(ends) < number:
         arrivals = []
         for rank, order in enumerate(schedule.orders):
             if rank in under_way or places[rank] == len(order):

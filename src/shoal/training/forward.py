@@ -96,7 +96,7 @@ class Forward:
         except Exception as error:
             shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
             error.add_note(f"in step {batch.step}, microbatch {index + 1} of {number} on this rank: {shapes}")
-            if self.embeddings and "parse" in str(error):
+            if self.embeddings and "sparse" in str(error).lower():
                 error.add_note(
                     "gradients of embeddings come by rows here, as torch.sparse tensors, also from torch.autograd.grad "
                     "inside a loss: take .to_dense() of them"

@@ -17,6 +17,7 @@ from shoal.jobs.federated.holdings import Dealt, deal
 from shoal.jobs.federated.rounds import all_rounds, recipe_of
 from shoal.jobs.lock import locked
 from shoal.jobs.stop import Stop
+from shoal.launch.identity import MOST_PORT
 from shoal.plan import Plan
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _without_plan(job: Job) -> Job:
 def parse(address: str) -> tuple[str, int]:
     """Returns host and port of "host:port", "[::1]:port". Raises UserError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > MOST_PORT:
         raise UserError(f"{address!r:.100} is no address: give host:port, such as 127.0.0.1:{PORT}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
