@@ -8,15 +8,17 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shoal.cli.answer import Options, answer_for, money
+from shoal.comm import Link as Measured
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
-from shoal.jobs import answer, gain
+from shoal.jobs import answer, automatic, gain
 from shoal.jobs.answer import profile_of
 from shoal.jobs.asking import answer as answered
 from shoal.jobs.asking import asked, keeps_microbatch, stays
@@ -131,6 +133,29 @@ def test_a_job_without_a_plan_is_searched_where_another_plan_could_gain(
     few = round(10 / spared)
     for steps, asked_for in ((few - 1, False), (few + 1, True)):
         assert (why_not_searched(replace(own, total=steps), ranks(2)) is None) == asked_for
+
+
+def test_ranks_measure_their_link_only_where_a_slow_one_matters(
+    settled: Callable[..., Settled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts: survivors of a job that nothing could gain for do not wait for a measurement where a rank joins."""
+    everyone = SimpleNamespace(rank=0, broadcast_object=lambda value: value)
+    world: Any = SimpleNamespace(size=2, local_size=1, rank=0, device=torch.device("cpu"), everyone=everyone)
+    measured = list[object]()
+
+    def link_of(group: object, _: torch.device) -> Measured:
+        measured.append(group)
+        return Measured("world", 2, "tcp", ((2**10, 1e-4), (2**20, 1e-4 + 2**20 / 1e9)))
+
+    monkeypatch.setattr(automatic, "link_of", link_of)
+    own = at_size(settled(), Sizes(2, 1))
+    assert "of the whole job" in str(automatic.planned(own, world).why) and not measured
+    monkeypatch.setattr(automatic, "why_not_searched", lambda _, ranks: _none_if(ranks.link == automatic.SLOW))
+    assert automatic.planned(own, world).why == "the link is fast" and measured == [everyone]
+
+
+def _none_if(slow: bool) -> str | None:
+    return None if slow else "the link is fast"
 
 
 def test_data_parallelism_stays_where_nothing_is_clearly_faster(settled: Callable[..., Settled]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 
-from shoal.comm import Link as Measured
 from shoal.comm import World, link_of
 from shoal.comm.first import from_first
 from shoal.device import free_memory, is_accelerator
@@ -22,7 +21,11 @@ from shoal.jobs.config import Job, Origins
 from shoal.jobs.gain import Ranks, is_small, why_not_searched
 from shoal.jobs.trials import Trials, key_of, read
 from shoal.plan import Plan
+from shoal.planner.cluster import Link
 from shoal.planner.measure import USUAL, groups_of, ring_of
+
+SLOW = Link(1e-4, 1e8)
+"""Gigabit Ethernet, the slowest that hosts are joined by for training."""
 
 
 def pinned(job: Job, origins: Origins) -> dict[str, Any]:
@@ -41,9 +44,7 @@ def planned(settled: Settled, world: World) -> Settled:
     if not settled.job.auto.wanted:
         if pinned(settled.job, settled.origins) or settled.job.run.at:
             return settled
-        link = None if _share_memory(world) else link_of(world.everyone, world.device)
-        why = from_first(world.everyone, lambda: why_not_searched(settled, ranks_of(world, link)))
-        if why is not None:
+        if (why := _why_not_searched(settled, world)) is not None:
             return replace(settled, why=why)
     from shoal.jobs.asking import answer, cluster_of_ranks
 
@@ -51,7 +52,7 @@ def planned(settled: Settled, world: World) -> Settled:
 
     def ask() -> list[Any]:
         cluster = cluster_of_ranks(settled, world, groups)
-        return answer(settled, cluster, is_small(settled, ranks_of(world, None).memory))
+        return answer(settled, cluster, is_small(settled, ranks_of(world, USUAL).memory))
 
     plan, rows, trials, why = from_first(world.everyone, ask, 'plan = "auto": ')
     if plan is None:
@@ -60,16 +61,32 @@ def planned(settled: Settled, world: World) -> Settled:
     return replace(under(settled, Plan.from_dict(plan), rows), trials=trials, why=why)
 
 
+def _why_not_searched(settled: Settled, world: World) -> str | None:
+    """Why no one is asked, as `gain` finds it; None where the planner is to be. Ranks measure their link only where one
+    of SLOW would leave something to gain: others stand still meanwhile where a rank joins a run."""
+
+    def why(link: Link) -> str | None:
+        found: str | None = from_first(world.everyone, lambda: why_not_searched(settled, ranks_of(world, link)))
+        return found
+
+    if _share_memory(world):
+        return why(USUAL)
+    found = why(SLOW)
+    if found is not None or world.size == 1:
+        return found
+    measured = link_of(world.everyone, world.device)
+    return why(ring_of(measured.ranks, measured.latency, measured.bandwidth))
+
+
 def _share_memory(world: World) -> bool:
     """Whether all ranks are cores of one host, whose link is known well enough."""
     return world.local_size == world.size and not is_accelerator(world.device)
 
 
-def ranks_of(world: World, link: Measured | None) -> Ranks:
-    """The ranks of `world`, and their link where it was measured."""
+def ranks_of(world: World, link: Link) -> Ranks:
+    """The ranks of `world`, with such a link between them."""
     memory = free_memory(world.device) or psutil.virtual_memory().available // world.local_size
-    between = USUAL if link is None or world.size == 1 else ring_of(link.ranks, link.latency, link.bandwidth)
-    return Ranks(world.size, world.device, memory, between)
+    return Ranks(world.size, world.device, memory, link)
 
 
 def _under_trial(settled: Settled, world: World) -> Trials | None:

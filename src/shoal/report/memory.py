@@ -44,29 +44,31 @@ def read_memory(device: torch.device) -> MemoryUse:
 
 
 class MemoryMeter:
-    """Memory use for a caller that asks at every step: reads at most once in `interval` seconds and keeps the peak."""
+    """Memory use for a caller that asks at every step: reads at most once in `interval` seconds, the first
+    time when it is asked, and keeps the peak."""
 
     def __init__(self, device: torch.device, interval: float = 1.0) -> None:
         self._device = device
         self._interval = interval
-        self._read_at = time.monotonic()
-        self._use = read_memory(device)
-        self._peak = self._use
+        self._read_at = 0.0
+        self._use: MemoryUse | None = None
+        self._peak: MemoryUse | None = None
 
     def read(self) -> MemoryUse:
-        if time.monotonic() - self._read_at >= self._interval:
+        if self._use is None or time.monotonic() - self._read_at >= self._interval:
             self._use = read_memory(self._device)
             self._read_at = time.monotonic()
-            self._peak = _maximum(self._peak, self._use)
+            self._peak = self._use if self._peak is None else _maximum(self._peak, self._use)
         return self._use
 
     @property
     def peak(self) -> MemoryUse:
         """The highest values seen; `rss` is the kernel's high-water mark where there is one, so it misses no spike."""
+        peak = self._peak or self.read()
         if STATUS.exists() and (high_water := _kilobytes(STATUS).get("VmHWM")):
             # The kernel batches its counters, so its mark can lag some pages behind.
-            return replace(self._peak, rss=max(high_water * 1024, self._peak.rss))
-        return self._peak
+            return replace(peak, rss=max(high_water * 1024, peak.rss))
+        return peak
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
