@@ -293,6 +293,32 @@ def test_an_iterable_is_read_by_one_rank_and_its_place_is_saved(tmp_path):
     assert resumed[0][0] == pytest.approx(losses[4:], rel=1e-6)
 
 
+@pytest.mark.parametrize("first", [vectors, Stream])
+def test_an_iterable_begins_where_other_data_end(first):
+    running = small()
+    steps = [running.step(batch).step for batch in running.batches(first(), steps=2)]
+    stream = Stream()
+    steps += [running.step(batch).step for batch in running.batches(stream, steps=2)]
+    steps += [running.step(batch).step for batch in running.batches(vectors(), steps=1)]
+    assert steps + [running.step(batch).step for batch in running.batches(stream, steps=1)] == [0, 1, 2, 3, 4, 5]
+    assert stream.reads == 10
+
+
+def test_a_batch_of_an_iterable_that_was_not_trained_is_not_lost(tmp_path):
+    """A loop that looks at the step before it trains, here and after a load."""
+    whole = train_stream(World.single("cpu"), str(tmp_path / "whole"), False)[0]
+    running, stream, losses = small(seed=3), Stream(), []
+    for batch in running.batches(stream):
+        if running.step_index == 2:
+            running.save(tmp_path)
+            break
+        losses.append(running.step(batch).loss)
+    other = small(seed=3)
+    other.load(tmp_path)
+    for each, data in ((running, stream), (other, Stream())):
+        assert losses + [each.step(batch).loss for batch in each.batches(data, epochs=2)] == whole
+
+
 class Counting(nn.Module):
     """Keeps a moving average and a counter that are nobody's BatchNorm."""
 

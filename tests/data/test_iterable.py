@@ -103,6 +103,35 @@ def test_resume_at_any_batch(kind, items_read, stop):
     assert head + tail + seen(second.batches(2, epochs=3)) == whole  # a second call goes on, too
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+@pytest.mark.parametrize("trained", range(6))
+def test_a_batch_that_was_not_trained_comes_again(kind, trained):
+    """Here and from a state, saved before or after it was asked for again."""
+    whole = seen(IterableSource(kind()).batches(2, epochs=2))
+    first = IterableSource(kind())
+    seen(islice(first.batches(2, epochs=2), trained + 1))
+    states = [first.state_dict(trained)]
+    first.go_to(trained)
+    states.append(first.state_dict(trained))
+    assert seen(first.batches(2, epochs=2)) == whole[trained:]
+    for state in json.loads(json.dumps(states)):
+        again = IterableSource(kind())
+        again.load_state_dict(state)
+        again.go_to(trained)
+        assert seen(again.batches(2, epochs=2)) == whole[trained:]
+
+
+@pytest.mark.fast
+def test_several_batches_that_were_not_trained_are_in_a_state_only():
+    source, again = IterableSource(Plain()), IterableSource(Plain())
+    seen(islice(source.batches(2), 5))
+    again.load_state_dict(source.state_dict(2))
+    assert seen(islice(again.batches(2), 4)) == TWO_EPOCHS[2:]
+    with pytest.raises(UserError, match=r"up to step 4 were taken .* and the engine is at step 2: only the last"):
+        source.go_to(2)
+
+
 def test_a_streaming_dataset_of_hugging_face():
     datasets = pytest.importorskip("datasets")
 

@@ -48,6 +48,7 @@ def _endless(
             source.load_state_dict(progress.source)
         progress.source = source
     source = progress.source
+    source.go_to(progress.step)
 
     def dispatch(samples: list[Any] | None) -> list[Any]:
         if progress.source is not source:

@@ -73,7 +73,7 @@ class Running(Changing):
 
         A map-style dataset is read in an order that depends on seed and step alone, each sample once an epoch; the
         epoch's last batch is short. `cursor` gives another order of it, such as `data.BalancedCursor`. An iterable is
-        read by rank 0 and dispatched; its place is saved in checkpoints.
+        read by rank 0 and dispatched; checkpoints have its place, and a batch that was not trained comes again.
         """
         everyone, progress = self._local.ranks.everyone, self._session.progress
         return batches(dataset, steps, epochs, cursor, self._recipe, everyone, progress)

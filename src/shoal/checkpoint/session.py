@@ -180,7 +180,7 @@ class Session:
             "kept_of_mean": True,  # residuals are in the unit of the mean, not of a sum
             "loss_scale": mine.loss_scale.state() if mine.loss_scale else None,
             "scheduler": optimizer_state.plain_numbers(mine.scheduler.state_dict()) if mine.scheduler else None,
-            "source": source.state_dict() if isinstance(source, IterableSource) else source,
+            "source": source.state_dict(self.progress.step) if isinstance(source, IterableSource) else source,
             "given": mine.given.record,
         }
 

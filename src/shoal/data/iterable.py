@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -13,6 +14,9 @@ from ..errors import UserError
 from .loader import Batch, Collate, stacked
 
 Dispatch = Callable[[list[Any] | None], list[Any]]
+
+REMEMBERED = 1024
+"""How many batches may be taken ahead of the step that is saved."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,9 @@ class IterableSource:
         self._place = Place()
         self._reader: Iterator[Any] | None = None  # of the current epoch; None between epochs and after loading a state
         self._saved: Any = None  # the iterable's state, loaded and not yet used
+        self._begun: deque[Place] = deque(maxlen=REMEMBERED)  # where the last batches began
+        self._last: list[Any] = []  # the samples of the last of them
+        self._again: list[Any] = []  # those of a batch that comes again
 
     def batches(
         self,
@@ -60,8 +67,9 @@ class IterableSource:
         if global_batch < 1:
             raise UserError(f"global_batch is {global_batch}: give the number of samples in one step, at least 1")
         while epochs is None or self._place.epoch < epochs:
-            while samples := self._next(global_batch, dispatch):
-                place = self._place
+            while samples := self._again or self._next(global_batch, dispatch):
+                place, self._last, self._again = self._place, samples, []
+                self._begun.append(place)
                 self._place = Place(
                     place.step + 1, place.epoch, place.next_id + len(samples), place.samples_in_epoch + len(samples)
                 )
@@ -72,13 +80,32 @@ class IterableSource:
             self._place = replace(self._place, epoch=self._place.epoch + 1, samples_in_epoch=0)
             self._reader = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last batch yielded, so take a batch only when the one before it is trained.
+    def go_to(self, step: int) -> None:
+        """Makes `step` the next one: the last batch comes again if it was of that step, and so was not trained.
 
-        On the reading rank it includes the iterable's own `state_dict()`, if it has one, which must be JSON data.
+        Raises UserError where more than that one were not trained.
         """
-        state = self._saved
-        if self._reader is not None and hasattr(self.iterable, "state_dict"):
+        if self._begun and self._begun[-1].step == step:
+            self._place, self._again = self._begun.pop(), self._last
+        elif self._place.step > step:
+            raise UserError(
+                f"batches up to step {self._place.step - 1} were taken from this iterable, and the engine is at step "
+                f"{step}: only the last one can be had again. Train each before the next is taken, or load a checkpoint"
+            )
+        else:
+            self._place = replace(self._place, step=step)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Returns the position after the last batch yielded, or before that of `step`.
+
+        On the reading rank it includes the iterable's own `state_dict()`, if it has one, which must be JSON data; not
+        before a batch that was yielded: then samples are skipped.
+        """
+        begun = None if step is None else next((each for each in reversed(self._begun) if each.step <= step), None)
+        if begun is not None and begun.step == step:
+            return {**asdict(begun), "iterable": None}
+        state = None if self._again else self._saved
+        if self._reader is not None and not self._again and hasattr(self.iterable, "state_dict"):
             state = self.iterable.state_dict()
         return {**asdict(self._place), "iterable": state}
 
@@ -86,7 +113,8 @@ class IterableSource:
         """Goes to a saved position. Where the iterable has no state, the next batch skips samples from its start."""
         self._place = Place(**{name: value for name, value in state.items() if name != "iterable"})
         self._saved = state["iterable"]
-        self._reader = None
+        self._reader, self._again = None, []
+        self._begun.clear()
 
     def _next(self, samples: int, dispatch: Dispatch | None) -> list[Any]:
         read = None
