@@ -242,6 +242,17 @@ def test_results_are_those_of_the_global_batch():
 
 
 @pytest.mark.fast
+def test_how_many_checkpoints_are_kept_is_said_at_each_save(tmp_path):
+    running, kept = small(), []
+    for batch, keep in zip(running.batches(vectors()), [1, 3, 3, 3, 2], strict=False):
+        running.step(batch)
+        running.save(tmp_path, keep=keep)
+        kept.append(sorted(int(path.name[-1]) for path in tmp_path.glob("step-*")))
+    assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [4, 5]]
+    with pytest.raises(UserError, match="keep = 0: give the number of newest checkpoints to keep, at least 1"):
+        running.save(tmp_path, keep=0)
+
+
 def test_a_batch_of_another_step_is_refused():
     running = small()
     stream = running.batches(vectors())

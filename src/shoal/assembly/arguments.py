@@ -158,6 +158,12 @@ def check_max_batches(given: Any) -> None:
         raise ArgumentError("max_batches", f" = {given!r}: give 1 or more global batches, or None for all of them")
 
 
+def check_keep(given: Any) -> None:
+    """UserError for what is no number of checkpoints."""
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+        raise ArgumentError("keep", f" = {given!r}: give the number of newest checkpoints to keep, at least 1")
+
+
 def _check_numbers(given: Mapping[str, Any]) -> None:
     """Raises ArgumentError for what is no number, and for one beyond the bounds of a job's."""
     for name, kind in _NUMBERS.items():

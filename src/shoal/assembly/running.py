@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.assembly.arguments import check_batch, check_dataset, check_max_batches
+from shoal.assembly.arguments import check_batch, check_dataset, check_keep, check_max_batches
 from shoal.assembly.batches import batches
 from shoal.assembly.changing import Changing
 from shoal.assembly.own_loops import check_loop, check_objective
@@ -229,12 +229,13 @@ class Running(Changing):
     def save(
         self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None
     ) -> None:
-        """Writes `directory/step-XXXXXXXX`; all ranks call it.
+        """Writes `directory/step-XXXXXXXX`, and deletes all but the `keep` newest up to it; all ranks call it.
 
         `wait=False` returns once the state is copied, unless a part of it lies on the disk of `plan.memory`: then there
         is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed, and
         LaunchError where another rank is gone; the last good checkpoint stays.
         """
+        check_keep(keep)
         self._between_steps().save(directory, wait, keep, extra)
 
     def state(self, name: str, thing: T) -> T:

@@ -74,7 +74,7 @@ class Session:
         copy = pager is None or pager.disk is None
         extra = {**self._extra(), "user": dict(user or {})}
         self._warn(self.user.told_apart(self.members.everyone))
-        self.writers[path].save(self.progress.step, self._pieces(self.role), extra, wait or not copy, copy)
+        self.writers[path].save(self.progress.step, self._pieces(self.role), extra, wait or not copy, copy, keep)
 
     def _pause(self) -> None:
         """Ends what steps, exchange and updates do in the background."""

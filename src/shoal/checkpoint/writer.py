@@ -54,18 +54,28 @@ class Writer:
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written to {self.directory}: {error}") from error
 
-    def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any], wait: bool, copy: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        pieces: Iterable[Piece],
+        extra: Mapping[str, Any],
+        wait: bool,
+        copy: bool = True,
+        keep: int | None = None,
+    ) -> None:
         """Saves the pieces of all ranks and `extra` as the checkpoint of `step`.
 
         pieces: of this rank
         extra: JSON state; that of rank 0 is saved
         wait: return when the checkpoint is complete on disk; else when the tensors may change again
         copy: copy the tensors in memory; False only with `wait`
+        keep: number of newest checkpoints that are kept from here on; None: as before
 
         Waits first for the save before this one; if that failed, raises its error and saves nothing.
         """
         assert copy or wait
         self.wait()
+        self._keep = keep or self._keep
         extra = json.loads(json.dumps(extra))  # a copy; what is not JSON raises here and not in the thread
         held = self._snapshot.take(pieces) if copy else [part for piece in pieces for part in cut(piece, BOX_BYTES)]
         job = Job(step_path(self.directory, step), step, held, extra, self._keep, self._timeout)
