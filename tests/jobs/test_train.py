@@ -394,6 +394,9 @@ def test_a_checkpoint_away_from_its_run_is_used_with_what_its_refusals_name(quic
     whole = tmp_path / "run" / "resolved.toml"  # with the tokenizer beside it
     assert evaluate_run(away, job_file=whole)[0].loss == evaluate_run(tmp_path / "run")[0].loss
     assert (export_checkpoint(away, tmp_path / "out", whole) / "tokenizer.json").exists()
+    best, runs = away.rename(tmp_path / "best"), (tmp_path / "run" / "checkpoints").rename(tmp_path / "step-runs")
+    losses = [evaluate_run(path, job_file=whole)[0].loss for path in (best, runs)]
+    assert losses == [evaluate_run(runs / "step-00000001", job_file=whole)[0].loss] * 2, "whatever they are called"
 
 
 def test_a_run_keeps_its_tokenizer_which_another_source_can_be_trained_with(

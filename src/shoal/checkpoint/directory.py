@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+from shoal.checkpoint.manifest import MANIFEST
 from shoal.optim.tiers.disk import sync
 
 _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.old)?")
@@ -18,6 +19,11 @@ _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.old)?")
 
 def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether `path` is a checkpoint, not a directory of them: by its name, or its manifest under another."""
+    return _STEP.fullmatch(path.name) is not None or (path / MANIFEST).is_file()
 
 
 def tmp_of(path: Path) -> Path:

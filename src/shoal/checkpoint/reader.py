@@ -53,6 +53,11 @@ def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Pat
     return None
 
 
+def checkpoint_at(path: Path, group: Group) -> Path:
+    """Returns `path` where that is a checkpoint, else the newest sound one in it (see `newest_of`)."""
+    return path if names.is_checkpoint(path) else newest_of(path, group)
+
+
 def newest_of(directory: Path, group: Group) -> Path:
     """Returns the newest sound checkpoint, found by the first rank of `group`, which warns of damaged ones. A
     collective call. Raises CheckpointError, on all ranks, if there is none."""

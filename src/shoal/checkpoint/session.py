@@ -15,7 +15,7 @@ from shoal.checkpoint import exchange_state, optimizer_state, state, version_sta
 from shoal.checkpoint.given import as_json
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.pieces import Piece
-from shoal.checkpoint.reader import newest_of, require_sound
+from shoal.checkpoint.reader import checkpoint_at, require_sound
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
@@ -206,8 +206,8 @@ class Session:
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Reads a checkpoint (see Engine.load)."""
-        path, everyone = Path(directory), self.members.everyone
-        path = path if path.name.startswith("step-") else newest_of(path, everyone)
+        everyone = self.members.everyone
+        path = checkpoint_at(Path(directory), everyone)
         require_sound(path, everyone)
         extra = self._read(source := OnDisk(path))
         self.put_back(values_in(source), source.name)

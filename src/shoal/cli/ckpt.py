@@ -50,14 +50,13 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directo
     """Reads every byte and says what is damaged. Exit code 5 if anything is."""
     with imports():
         from shoal.checkpoint import listing, verify
+        from shoal.checkpoint.directory import is_checkpoint
         from shoal.errors import CheckpointError, UserError
 
     if not path.is_dir():
         raise UserError(f"no such directory: {path}")
     paths = (
-        [path]
-        if path.name.startswith("step-")
-        else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
+        [path] if is_checkpoint(path) else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
     )
     if not paths:
         raise UserError(f"there are no checkpoints in {path}")

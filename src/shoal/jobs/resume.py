@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal import checkpoint
-from shoal.checkpoint.directory import completed
+from shoal.checkpoint.directory import completed, is_checkpoint
 from shoal.checkpoint.manifest import read_manifest
 from shoal.chunks import budget
 from shoal.comm import Group
@@ -169,13 +169,13 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
 
 
 def _named(path: Path, note: Any, damaged: list[str]) -> Path:
-    """Returns the checkpoint at `path`: a `step-...` directory, a directory of them, or a run directory."""
+    """Returns the checkpoint at `path`, which is one, a directory of them, or a run directory."""
     if not os.path.isdir(path):
         raise UserError(
             f'run.resume = "{path!s:.300}": no such directory; give "auto", "never", or the directory of a '
             "checkpoint or a run"
         )
-    if path.name.startswith("step-"):
+    if is_checkpoint(path):
         if problems := checkpoint.verify(path):
             raise CheckpointError(
                 f"the checkpoint {path} is damaged: {'; '.join(problems[:3])}. Give another one of that run"
