@@ -104,6 +104,11 @@ def test_objects_are_changed_in_place():
     assert rows == [inner, 5, 6] and inner.tolist() == [2, 2] and inner.requires_grad
     assert best.loss == 0.5 and best.weights is weights and weights.tolist() == [1, 1, 1]
     assert counts == Counter(b=2)
+    weight = nn.Parameter(torch.zeros(2))
+    put(held := {"w": weight}, through_a_checkpoint({"w": nn.Parameter(torch.ones(2))}), "it")
+    assert held["w"] is weight and weight.tolist() == [1, 1]
+    put(weight, copied(nn.Parameter(torch.full((2,), 2.0))), "it")
+    assert weight.tolist() == [2, 2] and weight.requires_grad
     array = np.zeros(2)
     put(array, np.ones(2), "it")
     assert array.tolist() == [1, 1]

@@ -151,7 +151,7 @@ def _within(old: Any, new: Any) -> Any:
 
 def _form(value: Any) -> str:
     about = f" of {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor | np.ndarray) else ""
-    return type(value).__name__ + about
+    return ("Tensor" if isinstance(value, Tensor) else type(value).__name__) + about
 
 
 _CHANGED_IN_PLACE = (dict, list, Tensor, np.ndarray)
