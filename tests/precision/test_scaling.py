@@ -96,6 +96,21 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_gets_smaller(tmp_path):
     assert other.loss_scale.state() == running.loss_scale.state()
 
 
+@pytest.mark.fast
+def test_a_scale_that_is_given_now_wins_over_a_saved_one(tmp_path):
+    running, other = engine(0.01), engine(0.01, loss_scale=128.0, hysteresis=1)
+    running.step(next(running.batches(teacher.data())))
+    running.save(tmp_path)
+    with pytest.warns(UserWarning) as said:
+        other.load(tmp_path)
+    assert [str(each.message).split(";")[0] for each in said] == [
+        "precision.loss_scale = 128.0 is used from here on", "precision.hysteresis = 1 is used from here on"
+    ]  # fmt: skip
+    results = [other.step(batch) for batch in other.batches(teacher.data(), steps=2)]
+    assert [(each.loss_scale, each.skipped) for each in results] == [(128.0, False)] * 2
+    assert other.loss_scale.state()[:3] == [128.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("milestones", [False, True], ids=["lambda", "milestones"])
 def test_a_first_step_that_is_skipped_counts_for_the_schedule_and_no_warning_comes(milestones):
     """torch's warning of a schedule's step before the optimizer's first is for other loops."""

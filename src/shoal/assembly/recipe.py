@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shoal.data.loader import Collate
@@ -66,10 +66,12 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """What a checkpoint records of it, and says when it was another."""
         clip: Any = getattr(self.clip, "__qualname__", "a function") if callable(self.clip) else self.clip
+        scaling = {} if self.precision.scaling is None else asdict(self.precision.scaling)
         return {
             "global_batch": self.global_batch,
             "seed": self.seed,
             "precision": self.precision.name,
             "clip": clip,
             "clip_value": self.clip_value,
+            **{f"precision.{key}": value for key, value in scaling.items()},
         }

@@ -102,4 +102,9 @@ class LossScale:
         return self._state.tolist()
 
     def load(self, state: list[float]) -> None:
+        """Goes on from the numbers of a checkpoint, by the rule that is given now: a static scale is the one given."""
+        rule, (scale, good, credit, skipped, stuck) = self._scaling, state
+        if rule.loss_scale and scale != rule.loss_scale:
+            scale, good, stuck = rule.loss_scale, 0.0, 0.0
+        state = [scale, good, min(credit, rule.hysteresis), skipped, stuck]
         self._state = torch.tensor(state, dtype=torch.float64, device=self._state.device)
