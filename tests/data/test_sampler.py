@@ -119,3 +119,9 @@ def test_what_does_not_fit_is_refused():
     for name, other in (("samples", Cursor(11, 2, 0)), ("global_batch", Cursor(10, 3, 0)), ("seed", Cursor(10, 2, 1))):
         with pytest.raises(UserError, match=f"the sampler's {name} is"):
             ElasticSampler(other).load_state_dict(state)
+    costs = [float(cost) for cost in range(10)]
+    balanced = ElasticSampler(BalancedCursor(costs, 2, seed=0)).state_dict()
+    ElasticSampler(BalancedCursor(costs, 2, seed=0)).load_state_dict(balanced)
+    for other in (order, BalancedCursor(costs[::-1], 2, seed=0), BalancedCursor(costs, 2, seed=0, random_level=0.5)):
+        with pytest.raises(UserError, match=r"the sampler's order is .*, and was BalancedCursor at level 0.0 of costs"):
+            ElasticSampler(other).load_state_dict(balanced)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,10 @@ class BalancedCursor(GlobalBatches):
         object.__setattr__(self, "costs", costs)
         object.__setattr__(self, "samples", len(costs))
         object.__setattr__(self, "_ranks", np.searchsorted(np.sort(costs), costs) / len(costs))
+
+    @property
+    def kind(self) -> str:
+        return f"{type(self).__name__} at level {self.random_level} of costs {crc32(self.costs.tobytes()):08x}"
 
     def ids(self, step: int) -> NDArray[np.int64]:
         """Returns the sample ids of the global batch of `step`, in order: int64 [global_batch] or fewer."""

@@ -27,6 +27,11 @@ class GlobalBatches:
     seed: int
 
     @property
+    def kind(self) -> str:
+        """Tells orders of as many samples, of the same batch and seed, from each other."""
+        return type(self).__name__
+
+    @property
     def steps_per_epoch(self) -> int:
         return math.ceil(self.samples / self.global_batch)
 

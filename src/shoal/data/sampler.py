@@ -82,7 +82,7 @@ class ElasticSampler(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved place. Raises UserError where the order is another: samples would be repeated, or lost."""
         for name, now in self._about().items():
-            if state[name] != now:
+            if state.get(name, now) != now:
                 raise UserError(
                     f"the sampler's {name} is {now}, and was {state[name]} where its place was saved: samples of the "
                     "epoch would be repeated or lost. Make it as it was, or call set_epoch instead of loading it"
@@ -114,5 +114,6 @@ class ElasticSampler(Sampler[list[int]]):
         first, last = share_starts(len(samples), self._shares)[self.rank : self.rank + 2]
         return samples[first:last]
 
-    def _about(self) -> dict[str, int]:
-        return {"samples": self.order.samples, "global_batch": self.order.global_batch, "seed": self.order.seed}
+    def _about(self) -> dict[str, Any]:
+        order = self.order
+        return {"samples": order.samples, "global_batch": order.global_batch, "seed": order.seed, "order": order.kind}
