@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -91,7 +92,7 @@ def test_a_run_goes_on_where_it_stopped(quick, make_job, alone, tmp_path):
 def test_who_goes_back_where_nodes_come_and_go_leaves_no_later_checkpoints(
     quick, make_job, alone, tmp_path, monkeypatch
 ):
-    """From which the ranks would go on after a failure."""
+    """From which the ranks would go on after a failure; elsewhere that is said."""
     train(make_job(run={"save_every": 2}), {}, alone)
     back = {"resume": str(tmp_path / "run/checkpoints/step-00000002")}
     monkeypatch.setenv(JOB, "a job")
@@ -99,7 +100,11 @@ def test_who_goes_back_where_nodes_come_and_go_leaves_no_later_checkpoints(
         train(make_job(run=back), {}, World.single("cpu"))
     elsewhere = make_job(run={**back, "dir": str(tmp_path / "other")})
     train(elsewhere, {}, World.single("cpu"))
-    assert [each.step for each in records_of(elsewhere).steps] == [3, 4, 5, 6]
+    assert [each.step for each in records_of(elsewhere).steps] == [3, 4, 5, 6] and not records_of(elsewhere).warnings
+    monkeypatch.delenv(JOB)
+    train(make_job(steps=3, run=back), {}, World.single("cpu"))
+    (warning,) = records_of(make_job()).warnings
+    assert re.search(r'"auto" goes on from the newest: delete \S*step-00000006, \S*step-00000004 to', warning.message)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(quick, make_job, alone, tmp_path):

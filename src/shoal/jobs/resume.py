@@ -165,6 +165,11 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
             f"go the ranks go on from the newest one after a failure: delete {', '.join(map(str, later))}, or give "
             "another run.dir"
         )
+    if later:
+        damaged.append(
+            f'{run_dir} has checkpoints of later steps than this one, and run.resume = "auto" goes on from the newest: '
+            f"delete {', '.join(map(str, later))} to have it go on from here"
+        )
     return path, damaged
 
 
