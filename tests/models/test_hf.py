@@ -102,6 +102,16 @@ def test_export_keeps_low_precision(tmp_path):
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_export_of_frozen_weights_in_low_precision_rounds_no_others(tmp_path):
+    """As an engine has them under bf16, of which the first one is frozen."""
+    model = from_config(CONFIGS["llama"])()
+    model.model.embed_tokens.bfloat16()
+    export_hf(model, model.state_dict(), tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.model.embed_tokens.weight.equal(model.model.embed_tokens.weight.float())
+    assert loaded.lm_head.weight.equal(model.lm_head.weight)
+
+
 def test_mixture_of_experts_returns_its_balance_loss():
     model = from_config({**CONFIGS["mixtral"], "router_aux_loss_coef": 0.5})()
     ids = torch.randint(0, 61, (2, 9))

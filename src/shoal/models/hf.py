@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def export_hf(
 
     model: gives only the architecture: a module of `transformers`, a `GPT`, or the configuration of one.
     state_dict: the weights at full shape, by the names of the model's own `state_dict()`; a tied weight once or twice.
-        They are written in their own dtype.
+        They are written in their own dtype; config.json has the widest of the matrices, in which they are read.
 
     Raises `UserError` for a model without an equivalent in `transformers`, and for names that do not match.
     """
@@ -102,7 +102,8 @@ def export_hf(
         config = _parse(config_dict, {})
     else:
         config, weights = _config_to_publish(model), dict(state_dict)
-    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    matrices = [tensor for tensor in weights.values() if tensor.is_floating_point() and tensor.dim() >= 2]
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in matrices} or {torch.float32})
     with torch.device("meta"):
         architecture = build_model(config, dtype)
     # The configuration is published as a user of the model wants it; the settings of training go.
