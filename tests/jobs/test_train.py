@@ -19,6 +19,7 @@ from shoal.comm import World
 from shoal.elastic.control import JOB
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
+from shoal.jobs.choose import Sizes, settle
 from shoal.jobs.config import Job
 from shoal.jobs.export import evaluate_run, export_checkpoint, generate_text
 from shoal.jobs.read import load_job
@@ -331,6 +332,21 @@ def test_what_does_not_fit_is_refused_before_training(quick, make_job, alone, ch
     with pytest.raises(error) as caught:
         train(make_job(**changes), {}, alone)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "fits"),
+    [("lstm", None, False), ("gpt", None, True), ("hf", "mamba", False), ("hf", "llama", True)],
+)
+def test_a_model_that_cannot_keep_documents_apart_is_refused(make_job, name, config, fits):
+    model = {"name": name} | ({"config": {"model_type": config}, "vocab_size": 257} if config else {})
+    model |= {"preset": "1m"} if name == "gpt" else {}
+    job = replace(make_job(data={"attend": "document"}), model=model)
+    if not fits:
+        with pytest.raises(UserError, match=r'"document": .* would go on from one to the next: give attend = "row"'):
+            settle(job, {}, Sizes(1, 1))
+        job = replace(job, data=replace(job.data, attend="row"))  # what the message says
+    assert settle(job, {}, Sizes(1, 1)).data.train.attend == job.data.attend
 
 
 def test_an_empty_corpus_is_named(quick, make_job, alone, tmp_path):

@@ -171,6 +171,11 @@ def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
             f"model.vocab_size = {model.vocab_size} is less than the {ids} ids of data.tokenizer = "
             f'"{job.data.tokenizer}"{" and the mask" * masks}: give model.vocab_size = {ids + masks}'
         )
+    if job.data.attend == "document" and not model.tells_documents():
+        raise UserError(
+            f'data.attend = "document": model.name = {model.name!r} is not told where a document of a row ends, and '
+            'would go on from one to the next: give attend = "row"'
+        )
     if model.sequence is not None and job.data.sequence is not None and model.sequence < job.data.sequence:
         raise UserError(
             f"data.sequence = {job.data.sequence} is longer than the {model.sequence} tokens that the model takes: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -83,6 +84,12 @@ def _weights_passed(config: PretrainedConfig) -> float:
     if text.model_type == "gpt2":
         weights -= text.n_positions * text.n_embd
     return weights
+
+
+def takes_positions(config: PretrainedConfig) -> bool:
+    """Returns whether the model's forward names `position_ids`, by which it tells the documents of a row apart."""
+    with _explained(config):
+        return "position_ids" in inspect.signature(_for_training(config)[1].forward).parameters
 
 
 def export_hf(

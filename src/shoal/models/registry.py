@@ -34,6 +34,8 @@ class ModelSpec:
     vocab_size, sequence: None where it reads no tokens, or rows of any length.
     flops_per_token: returns the FLOPs of a token, given the length of a row; None where no formula is known.
     prepare_data: turns the job's dataset into the model's.
+    tells_documents: returns whether it takes `document_ids`, or `position_ids` that begin again, to keep the documents
+        of a row apart.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelSpec:
     sequence: int | None = None
     flops_per_token: Callable[[int], float] | None = None
     prepare_data: Callable[[Any], Any] = lambda dataset: dataset
+    tells_documents: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ def _hf(settings: dict[str, Any]) -> ModelSpec:
         text.vocab_size,
         getattr(text, "max_position_embeddings", None),
         hf.flops_per_token(config),
+        tells_documents=partial(hf.takes_positions, config),
     )
 
 
@@ -165,7 +169,8 @@ def _bert(settings: dict[str, Any]) -> ModelSpec:
 
 def _lstm(settings: dict[str, Any]) -> ModelSpec:
     cfg = _config(LSTMConfig, "lstm", settings)
-    return ModelSpec("lstm", partial(LSTM, cfg), find_loss("causal_lm"), asdict(cfg), cfg.vocab_size)
+    loss = find_loss("causal_lm")
+    return ModelSpec("lstm", partial(LSTM, cfg), loss, asdict(cfg), cfg.vocab_size, tells_documents=lambda: False)
 
 
 def _resnet(settings: dict[str, Any]) -> ModelSpec:
