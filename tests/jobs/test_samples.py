@@ -4,6 +4,7 @@ together."""
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,20 @@ def test_a_folder_of_images_trains_a_resnet_that_follows_from_it(quick, of, alon
             (images.parent / "parted" / part / name).symlink_to(images / name)
     parted = open_arrays(str(images.parent / "parted"), validation=0.5, seed=0)
     assert (len(parted.train), len(parted.validation), parted.classes) == (40, 40, 2)
+    (images.parent / "parted" / "val" / "green").symlink_to(images / "red")
+    with pytest.raises(UserError, match=r"has images of green, and .*train has no such class"):
+        open_arrays(str(images.parent / "parted"), validation=0.5, seed=0)
+    few, run_dir = images.parent / "few", Path(job.run.dir)
+    shutil.copytree(images / "red", few / "red")  # would be class 0 here, and is 1
+    with pytest.raises(UserError, match="few has folders of red, and the model's classes are blue, red, numbered in"):
+        evaluate_run(run_dir, str(few))
+    (few / "blue").mkdir()
+    assert evaluate_run(run_dir, str(few))[0].tokens == 20
+    (images / "blue").rename(images / "violet")
+    train(replace(job, train=replace(job.train, steps=5)), {}, World.single("cpu"))
+    assert [each.message for each in records_of(job).warnings] == [
+        "the order of classes = red, violet is used from here on; the checkpoint was trained with blue, red"
+    ]
     Image.new("RGB", (9, 8)).save(images / "red" / "3.png")
     other = replace(job, run=replace(job.run, dir=str(images.parent / "other")))
     with pytest.raises(UserError, match=r"different shapes in one batch: .*Resize images to one size \(data.size of"):

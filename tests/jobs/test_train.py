@@ -238,6 +238,28 @@ def test_what_a_job_gives_now_wins_and_is_said(quick, make_job, alone, tmp_path)
         assert rates == pytest.approx([4e-2 * _cosine(step, 12, 0, 0.1) for step in range(3, 12)])
 
 
+def test_data_that_have_changed_are_said(quick, make_job, alone, corpus, tmp_path, capsys):
+    """A document comes before the others, so all are numbered anew: by number it is drawn which are held out."""
+    own, run_dir = tmp_path / "own", tmp_path / "run"
+    shutil.copytree(corpus, own)
+    train(make_job(steps=2, data={"source": str(own)}), {}, alone)
+    for path in own.iterdir():
+        path.touch()
+    train(make_job(steps=3, data={"source": str(own)}), {}, World.single("cpu"))
+    evaluate_run(run_dir)
+    assert said_of(make_job()) == [] and "has changed" not in capsys.readouterr().err
+    (own / "000.txt").write_text("1 + 1 = 2")
+    evaluate_run(run_dir)
+    assert "has changed since the run, so what is held out of it now may have been trained" in capsys.readouterr().err
+    train(make_job(steps=4, data={"source": str(own)}), {}, World.single("cpu"))
+    assert said_of(make_job()) == [
+        f"data.source = {str(own)!r} has changed since the checkpoint: an epoch's samples will not come exactly once, "
+        "and what was held out then may be trained on"
+    ]
+    train(make_job(steps=5, data={"source": str(own)}), {}, World.single("cpu"))
+    assert len(said_of(make_job())) == 1, "it is what the newest checkpoint was trained with"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

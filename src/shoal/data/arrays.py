@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,11 +40,13 @@ class ArrayData:
 
     validation: None where nothing was held out.
     classes: number of classes; None where samples have targets.
+    names: of the classes, in the order of their numbers, where they are those of folders.
     """
 
     train: Samples
     validation: Samples | None
     classes: int | None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,24 @@ def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3,
         arrays = _arrays(path)
         classes = int(arrays.answers.max()) + 1 if arrays.answer == "labels" else None
         return held_out(arrays, validation, seed, classes)
-    parts = {each.name: each for each in sorted(path.iterdir()) if each.is_dir() and not each.name.startswith(".")}
+    parts = _folders_in(path)
     beside = [name for name in parts if name in HELD_OUT]
     if "train" not in parts or not beside or len(parts) > 2:
-        names = list(parts)
-        return held_out(_folder(path, names, channels, size), validation, seed, len(names))
-    names = sorted(each.name for each in parts["train"].iterdir() if each.is_dir())
+        names = tuple(parts)
+        return replace(held_out(_folder(path, names, channels, size), validation, seed, len(names)), names=names)
+    names, others = tuple(_folders_in(parts["train"])), _folders_in(parts[beside[0]])
+    if unknown := [name for name in others if name not in names]:
+        raise UserError(
+            f"{parts[beside[0]]} has images of {', '.join(unknown)}, and {parts['train']} has no such class: give one, "
+            "or take them out"
+        )
     train, other = (_folder(parts[name], names, channels, size) for name in ("train", beside[0]))
-    return ArrayData(train, other, len(names))
+    return ArrayData(train, other, len(names), names)
+
+
+def _folders_in(path: Path) -> dict[str, Path]:
+    """Returns the folders of a folder by name, in order, without hidden ones."""
+    return {each.name: each for each in sorted(path.iterdir()) if each.is_dir() and not each.name.startswith(".")}
 
 
 def not_a_folder(size: int, source: Any) -> UserError:

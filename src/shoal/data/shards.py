@@ -60,6 +60,11 @@ class Index:
     def files(self) -> tuple[FileRecord, ...]:
         return (self.offsets, *self.shards)
 
+    @property
+    def content(self) -> str:
+        """A hash of all documents, as token ids; not of their source's name or time."""
+        return fingerprint_of([file.sha256 for file in self.files])
+
 
 @dataclass(frozen=True)
 class Shards:

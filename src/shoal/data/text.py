@@ -20,11 +20,13 @@ from .tokens import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class TextData:
-    """Two map-style datasets over the same shards. `validation` is None where nothing was held out."""
+    """Two map-style datasets over the same shards. `validation` is None where nothing was held out; `content` is a hash
+    of all documents."""
 
     train: PackedText
     validation: PackedText | None
     tokenizer: Tokenizer
+    content: str
 
 
 def open_text(
@@ -64,4 +66,5 @@ def open_text(
         train=packed(split.train),
         validation=packed(split.validation) if len(split.validation) else None,
         tokenizer=chosen,
+        content=shards.index.content,
     )

@@ -7,15 +7,17 @@ Learning rate, schedule, optimizer, clipping, precision and batch are compared b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.checkpoint.given import line
+from shoal.checkpoint.given import OTHER_ORDER, line
 from shoal.errors import UserError
 from shoal.jobs.config import Job, tables
 from shoal.jobs.names import TOKENIZER
 
 Tables = Mapping[str, Mapping[str, Any]]
+
+OTHER_HELD_OUT = f"{OTHER_ORDER}, and what was held out then may be trained on"
 
 SOFT = ("loss", "noise", "capacity_factor", "drop", "balance_loss", "z_loss", "balance_rate")
 """Settings of a model, beside its dropouts, that may change because the weights do not depend on them."""
@@ -26,11 +28,12 @@ FIXED = {
 }
 
 
-def remembered(job: Job, tokenizer: str | None) -> dict[str, Any]:
-    """Returns the part of a job that checkpoints record, as JSON values. `tokenizer`: the tokenizer's fingerprint."""
+def remembered(job: Job, tokenizer: str | None, content: str, classes: Sequence[str]) -> dict[str, Any]:
+    """Returns the part of a job that checkpoints record, as JSON values. `tokenizer`: the tokenizer's fingerprint;
+    `content`, `classes`: of the data, as Settled has them."""
     kept = {section: table for section, table in tables(job).items() if section in ("model", "data")}
     kept["train"] = {"seed": job.train.seed, "sync_bn": job.train.sync_bn}
-    return json.loads(json.dumps({**kept, "tokenizer": tokenizer}))
+    return json.loads(json.dumps({**kept, "tokenizer": tokenizer, "content": content, "classes": list(classes)}))
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -39,7 +42,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     for key in {**before, **after}:
         was, is_now = before.get(key), after.get(key)
-        if was == is_now or key in ("tokenizer", "data.tokenizer"):
+        if was == is_now or key in ("tokenizer", "data.tokenizer", "content", "classes"):
             continue
         if key in FIXED:
             raise _fixed(key, is_now, was, FIXED[key])
@@ -54,7 +57,17 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             f"checkpoint was trained with ({_shown(was)}), "
             f"and that cannot change. Give {remedy}, or another run.dir to start anew"
         )
+    if "content" in then and then["content"] != now["content"] and _of_the_data(then) == _of_the_data(now):
+        source = _shown(now["data"].get("source"))
+        lines.append(f"data.source = {source} has changed since the checkpoint{OTHER_HELD_OUT}")
+    if then.get("classes", now["classes"]) != now["classes"]:
+        lines.append(line("the order of classes", ", ".join(now["classes"]), ", ".join(then["classes"])))
     return lines
+
+
+def _of_the_data(about: Tables) -> list[Any]:
+    """Returns what says which data a job has."""
+    return [about["data"].get(key) for key in ("source", "field", "size")]
 
 
 def _is_soft(key: str) -> bool:

@@ -51,6 +51,18 @@ class Settled:
     def tokenizer(self) -> Tokenizer | None:
         return self.data.tokenizer if isinstance(self.data, TextData) else None
 
+    @property
+    def content(self) -> str:
+        """Tells the data from what it was before it changed: a hash of text, or how many samples there are."""
+        if isinstance(self.data, TextData):
+            return self.data.content
+        return f"{len(self.data.train)} samples and {len(self.data.validation or ())} held out"
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes, in the order of their numbers; [] where they have none."""
+        return list(self.data.names) if isinstance(self.data, ArrayData) else []
+
     def steps_of(self, seconds: float) -> int:
         """Number of steps of the whole job where one takes `seconds`: `total`, or those that begin within
         train.seconds where that ends the run sooner."""

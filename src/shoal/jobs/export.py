@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ class Trained:
 
     path: where the checkpoint is. run_dir: None where that is in no run directory.
     kept: the run's own tokenizer, in its directory, in the checkpoint's or beside the job file; None where it is in
-        none of them.
+        none of them. about: the job as the checkpoint records it; empty where it does not.
     """
 
     job: Job
@@ -46,6 +47,7 @@ class Trained:
     path: Path
     run_dir: Path | None
     kept: Path | None
+    about: Mapping[str, Any]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -90,10 +92,11 @@ def open_trained(path: Path, job_file: Path | None = None) -> Trained:
     engine = make_engine(alone, model, job.train.steps, World.single(), optimizer=without_state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is used from here on")  # nothing is trained
-        engine.load(checkpoints_in(path))
+        about = engine.load(checkpoints_in(path)).get("job") or {}
     beside = (run_dir, path, None if job_file is None else job_file.parent)
     kept = (each / TOKENIZER for each in beside if each is not None)
-    return Trained(job, model, engine, path, run_dir, next((each for each in kept if each.is_dir()), None))
+    own = next((each for each in kept if each.is_dir()), None)
+    return Trained(job, model, engine, path, run_dir, own, about)
 
 
 def _of_the_device(memory: Option | None) -> Option | None:
@@ -162,7 +165,19 @@ def _data(trained: Trained, source: str | None) -> Any:
     alone = replace(job, data=replace(job.data, **own), plan=Plan(), run=replace(job.run, at=[]))
     settled: Settled = settle(alone, {}, Sizes(1, 1))
     if source is not None:
+        if (classes := trained.about.get("classes")) and settled.classes and classes != settled.classes:
+            raise UserError(
+                f"{source} has folders of {', '.join(settled.classes)}, and the model's classes are "
+                f"{', '.join(classes)}, numbered in that order: give a folder for each of them, empty where there are "
+                "no images, and no other"
+            )
         return settled.data.train
     if settled.data.validation is None:
         raise UserError("the run held nothing out (data.validation = 0): give --data")
+    if trained.about.get("content", settled.content) != settled.content:
+        print(
+            f"warning: data.source = {job.data.source!r} has changed since the run, so what is held out of it now may "
+            "have been trained on: give --data",
+            file=sys.stderr,
+        )
     return settled.data.validation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -113,9 +113,8 @@ def fitted(data: ArrayData, model: ModelSpec, source: Any) -> ArrayData:
     shape = _image(model.values["channels"]) if model.name == "resnet" else Tensor.flatten
     first = data.train[0]["inputs"]
     _check(tuple(first.shape), tuple(shape(first).shape), model, source)
-    return ArrayData(
-        Shaped(data.train, shape), None if data.validation is None else Shaped(data.validation, shape), data.classes
-    )
+    held = None if data.validation is None else Shaped(data.validation, shape)
+    return replace(data, train=Shaped(data.train, shape), validation=held)
 
 
 def _check(there: tuple[int, ...], shaped: tuple[int, ...], model: ModelSpec, source: Any) -> None:

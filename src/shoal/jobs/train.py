@@ -82,7 +82,8 @@ class Begun:
 
 def about(settled: Settled) -> dict[str, Any]:
     """Returns the job as its checkpoints record it."""
-    return remembered(settled.job, settled.tokenizer.fingerprint if settled.tokenizer else None)
+    tokenizer = settled.tokenizer.fingerprint if settled.tokenizer else None
+    return remembered(settled.job, tokenizer, settled.content, settled.classes)
 
 
 def cost_of(settled: Settled) -> float | None:
