@@ -251,6 +251,8 @@ def test_how_many_checkpoints_are_kept_is_said_at_each_save(tmp_path):
     assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [4, 5]]
     with pytest.raises(UserError, match="keep = 0: give the number of newest checkpoints to keep, at least 1"):
         running.save(tmp_path, keep=0)
+    with pytest.raises(UserError, match=r"extra is not JSON data: .*Tensor.*are saved by engine.state"):
+        running.save(tmp_path, extra={"best": torch.zeros(1)})
 
 
 def test_a_batch_of_another_step_is_refused():

@@ -4,6 +4,7 @@ what to write instead."""
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -158,10 +159,18 @@ def check_max_batches(given: Any) -> None:
         raise ArgumentError("max_batches", f" = {given!r}: give 1 or more global batches, or None for all of them")
 
 
-def check_keep(given: Any) -> None:
-    """UserError for what is no number of checkpoints."""
-    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-        raise ArgumentError("keep", f" = {given!r}: give the number of newest checkpoints to keep, at least 1")
+def check_save(keep: Any, extra: Any) -> None:
+    """UserError for what is no number of checkpoints, or cannot be written beside one."""
+    if not isinstance(keep, Integral) or isinstance(keep, bool) or keep < 1:
+        raise ArgumentError("keep", f" = {keep!r}: give the number of newest checkpoints to keep, at least 1")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            "extra",
+            f" is not JSON data: {error}. Give numbers, texts, lists and dicts of them; tensors and objects are saved "
+            "by engine.state(name, thing)",
+        ) from error
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.assembly.arguments import check_batch, check_dataset, check_keep, check_max_batches
+from shoal.assembly.arguments import check_batch, check_dataset, check_max_batches, check_save
 from shoal.assembly.batches import batches
 from shoal.assembly.changing import Changing
 from shoal.assembly.own_loops import check_loop, check_objective
@@ -235,7 +235,7 @@ class Running(Changing):
         is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed, and
         LaunchError where another rank is gone; the last good checkpoint stays.
         """
-        check_keep(keep)
+        check_save(keep, extra)
         self._between_steps().save(directory, wait, keep, extra)
 
     def state(self, name: str, thing: T) -> T:
