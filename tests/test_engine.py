@@ -242,6 +242,21 @@ def test_results_are_those_of_the_global_batch():
 
 
 @pytest.mark.fast
+def test_state_that_is_not_laid_out_as_its_parameter_loses_no_bit(tmp_path):
+    def adafactor() -> Engine:
+        return Engine(lambda: nn.Linear(10, 3), regression, partial(torch.optim.Adafactor, lr=0.1), **options)
+
+    options = {"global_batch": 4, "precision": "fp64"}
+    running, other = adafactor(), adafactor()
+    for batch in running.batches(vectors(), steps=3):
+        running.step(batch)
+    running.save(tmp_path)
+    other.load(tmp_path)
+    states = [each.optimizer.state_tensors() for each in (running, other)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert {value.dtype for value in states[1].values()} == {value.dtype for value in states[0].values()}
+
+
 def test_how_many_checkpoints_are_kept_is_said_at_each_save(tmp_path):
     running, kept = small(), []
     for batch, keep in zip(running.batches(vectors()), [1, 3, 3, 3, 2], strict=False):

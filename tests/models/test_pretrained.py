@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from shoal.comm import World
@@ -147,6 +148,18 @@ def test_adapters_alone_are_trained_and_published(plan, llama, tmp_path):
     assert all(("lora" in name) == parameter.requires_grad for name, parameter in loaded.named_parameters())
     assert any(float(p.abs().max()) for n, p in loaded.named_parameters() if "lora_B" in n)
     assert plain(loaded)[0] < losses[-1]
+
+
+@pytest.mark.parametrize("plan", [PLANS["pp"], PLANS["tp"]], ids=["pp", "tp"])
+def test_layers_that_are_trained_beside_adapters_are_published(plan, tmp_path):
+    """The head, and adapters, which other stages than the first have."""
+    publish(CONFIGS["llama"], tmp_path / "base")
+    lora = {**LORA, "modules_to_save": ["lm_head"]}
+    run_ranks(trained, 2, str(tmp_path / "base"), plan, lora, str(tmp_path / "cut"))
+    trained(World.single("cpu"), str(tmp_path / "base"), {}, lora, str(tmp_path / "whole"))
+    cut, whole = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("cut", "whole"))
+    assert cut.keys() == whole.keys() and any("lm_head" in name for name in whole)
+    torch.testing.assert_close(cut, whole, rtol=1e-2, atol=1e-3)
 
 
 def test_adapters_train_as_in_plain_torch(llama, tmp_path):

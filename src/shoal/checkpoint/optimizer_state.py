@@ -128,8 +128,8 @@ def empty_states(
         like = optimizer.known[name]
         if shape == role.layouts[name].shape:
             empty = in_large_pages(torch.empty(optimizer.slots[name].shape, dtype=like.dtype, device=like.device))
-        else:
-            empty = torch.empty(shape)
+        else:  # torch counts steps in fp32, and has the rest in the parameter's dtype
+            empty = torch.empty(shape, dtype=like.dtype if like.dtype == torch.float64 and key != "step" else None)
         states.setdefault(name, {})[key] = empty
     return states
 

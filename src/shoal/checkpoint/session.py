@@ -21,13 +21,12 @@ from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
 from shoal.checkpoint.survivors import survivors, what_is_left, why_not
 from shoal.checkpoint.user_state import UserState, values_in
-from shoal.checkpoint.whole import of_all_stages, whole_parameters
+from shoal.checkpoint.whole import exported, of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
 from shoal.comm import World
 from shoal.data import IterableSource
 from shoal.exchange.kept import from_older
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.models.export import export_whole
 from shoal.plan import Plan
 
 
@@ -274,7 +273,7 @@ class Session:
         self.state.optimizer.settle()
         with self.as_one():
             weights = self.whole_weights()
-            failure = export_whole(self.state.module, weights, Path(directory)) if everyone.rank == 0 else None
+            failure = exported(self.state.module, weights, Path(directory)) if everyone.rank == 0 else None
             if (failure := everyone.broadcast_object(failure)) is not None:
                 raise failure
         return Path(directory)

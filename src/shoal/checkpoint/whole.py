@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
-from shoal.errors import UserError
+from shoal.errors import ShoalError, UserError
+from shoal.models.export import export_whole
+from shoal.module.stand_in import parts_in_place
 from shoal.parallel.layout import Layout
 
 
@@ -61,6 +64,12 @@ def put_whole(
     for name in there.keys() & state.keys() - names.keys():
         there[name].copy_(state[name])
     return missing, unexpected
+
+
+def exported(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> ShoalError | None:
+    """Calls `export_whole` for a module that looks as before its cut: peft takes the weights of the parts it finds."""
+    with parts_in_place(module):
+        return export_whole(module, weights, directory)
 
 
 def whole_parameters(own: Mapping[str, Tensor], layouts: Mapping[str, Layout], beside: Group) -> dict[str, Tensor]:

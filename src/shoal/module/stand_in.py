@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,22 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield from visit(f"{name}.{key}".lstrip("."), child)
 
     return visit("", module)
+
+
+@contextmanager
+def parts_in_place(module: nn.Module) -> Iterator[None]:
+    """Has `module` look as before the cut into stages, inside the context; parts of other stages have no values."""
+    whole = [each for _, each in whole_model(module)]
+    stand_ins = [
+        (each, key, child) for each in whole for key, child in each._modules.items() if isinstance(child, StandIn)
+    ]
+    for parent, key, stand_in in stand_ins:
+        parent._modules[key] = stand_in.__dict__["_part"]
+    try:
+        yield
+    finally:
+        for parent, key, stand_in in stand_ins:
+            parent._modules[key] = stand_in
 
 
 def forget_parts(module: nn.Module) -> None:
