@@ -245,6 +245,22 @@ def test_a_second_sigterm_leaves_the_ranks_their_time(tmp_path, script) -> None:
     assert all((tmp_path / f"tidied{rank}").exists() for rank in range(2))
 
 
+def test_ranks_that_do_not_end_in_time_are_killed_and_that_is_said(tmp_path, script) -> None:
+    program = script(
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(tmp_path)!r} + f'/up{{rank}}', 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    hasty = f"from shoal.launch import local; local.SIGNAL_GRACE = 0.2; {LAUNCHER}"
+    launcher = subprocess.Popen([sys.executable, "-c", hasty, "2", *program], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert "warning: ranks that had not ended 0.2 s after the signal were killed; what they were saving is lost" in err
+
+
 def test_a_signal_does_not_hide_that_the_last_checkpoint_failed(tmp_path, script) -> None:
     program = script(
         "from shoal.errors import CheckpointError\n"

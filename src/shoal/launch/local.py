@@ -64,8 +64,16 @@ def launch(
             _watch(team, received)
         finally:
             team.end()
-        report, exit_code = verdict(team.endings())
+        endings = team.endings()
+        report, exit_code = verdict(endings)
     if received and exit_code != CheckpointError.exit_code:  # a checkpoint that failed is reported below
+        if len(received) < 2 and any(each.stopped for each in endings):
+            print(
+                f"warning: ranks that had not ended {SIGNAL_GRACE:g} s after the signal were killed; what they were "
+                "saving is lost, and the newest checkpoint before it counts",
+                file=sys.stderr,
+                flush=True,
+            )
         return 128 + received[0]
     if report:
         print(report, file=sys.stderr, flush=True)
