@@ -94,6 +94,25 @@ def test_packed_documents_do_not_see_each_other(config):
     assert not changed[:, 4:].any()
 
 
+OTHERS = {
+    "bert": (transformers.BertForSequenceClassification, {**SMALL, "num_labels": 3}),
+    "masked": (transformers.BertForMaskedLM, SMALL),
+    "t5": (transformers.T5ForConditionalGeneration, {"vocab_size": 61, "d_model": 32, "d_ff": 48, "num_layers": 2}),
+    "vit": (transformers.ViTForImageClassification, {**SMALL, "image_size": 32, "patch_size": 8, "num_labels": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_that_are_no_causal_ones_are_exported_as_their_own_class(kind, tmp_path):
+    model_class, fields = OTHERS[kind]
+    model = model_class(model_class.config_class(**fields))
+    export_hf(model, {name: tensor.clone() for name, tensor in model.named_parameters()}, tmp_path)
+    loaded, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [model_class.__name__]
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(tensor.equal(loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
 def test_export_keeps_low_precision(tmp_path):
     model = from_config(CONFIGS["llama"])().bfloat16()
     export_hf(model.config, model.state_dict(), tmp_path)

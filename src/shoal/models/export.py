@@ -47,7 +47,7 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     `directory`.
 
     For a model of `peft` only the adapters are written, for `PeftModel.from_pretrained`. A model of `transformers`, or
-    a GPT with an equivalent there, is written for `AutoModelForCausalLM.from_pretrained`. Any other model is written as
+    a GPT with an equivalent there, is written for `from_pretrained` of its class. Any other model is written as
     `model.safetensors`, with its class and the reason in `model.json`.
     """
     directory.mkdir(parents=True, exist_ok=True)

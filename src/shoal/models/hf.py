@@ -95,8 +95,8 @@ def takes_positions(config: PretrainedConfig) -> bool:
 def export_hf(
     model: nn.Module | GPTConfig | PretrainedConfig, state_dict: Mapping[str, Tensor], directory: str | Path
 ) -> None:
-    """Writes config.json, generation_config.json and safetensors (in parts of at most 5 GB) for
-    `AutoModelForCausalLM.from_pretrained(directory)`.
+    """Writes config.json, generation_config.json where there is one, and safetensors (in parts of at most 5 GB) for
+    `from_pretrained(directory)` of the model's class, for a configuration or a GPT that of `AutoModelForCausalLM`.
 
     model: gives only the architecture: a module of `transformers`, a `GPT`, or the configuration of one.
     state_dict: the weights at full shape, by the names of the model's own `state_dict()`; a tied weight once or twice.
@@ -111,8 +111,7 @@ def export_hf(
         config, weights = _config_to_publish(model), dict(state_dict)
     matrices = [tensor for tensor in weights.values() if tensor.is_floating_point() and tensor.dim() >= 2]
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in matrices} or {torch.float32})
-    with torch.device("meta"):
-        architecture = build_model(config, dtype)
+    architecture = _architecture(model, config, dtype)
     # The configuration is published as a user of the model wants it; the settings of training go.
     defaults = type(config)()
     for setting in ("use_cache", "output_router_logits"):
@@ -260,6 +259,14 @@ def _for_training(config: PretrainedConfig) -> tuple[PretrainedConfig, Any, str]
     return config, model_class, "sdpa" if model_class._supports_sdpa else "eager"
 
 
+def _architecture(model: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a model without values: of the class of `model` where that is one, since not all are causal ones."""
+    with torch.device("meta"):
+        if isinstance(model, _transformers().PreTrainedModel):
+            return type(model)(deepcopy(config)).to(dtype)
+        return build_model(config, dtype)
+
+
 def _config_to_publish(model: Any) -> PretrainedConfig:
     transformers = _transformers()
     config = model.config if isinstance(model, transformers.PreTrainedModel) else model
@@ -276,7 +283,8 @@ def _own_tensors(architecture: PreTrainedModel, weights: dict[str, Tensor]) -> d
 
     Views of one flat storage would look tied to `transformers`, which tells tied weights by storage.
     """
-    tied = set(architecture.all_tied_weights_keys) if architecture.config.tie_word_embeddings else set()
+    ties = getattr(architecture.config, "tie_word_embeddings", False)  # which models of images have not
+    tied = set(architecture.all_tied_weights_keys) if ties else set()
     expected = set(architecture.state_dict()) - tied
     given = set(weights) - tied
     if expected != given:
