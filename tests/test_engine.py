@@ -480,14 +480,20 @@ def test_export_loads_in_transformers_with_the_same_logits(case, tmp_path):
     torch.testing.assert_close(getattr(ours, "logits", ours), theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.fast
-def test_export_of_any_other_model_is_plain_safetensors(tmp_path):
-    from safetensors.torch import load_file
+class OfAHub(nn.Linear):
+    """As mixins of other libraries make them."""
 
-    running = small()
+    def save_pretrained(self, directory: str) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [nn.Linear, OfAHub])
+def test_export_of_any_other_model_is_plain_safetensors(tmp_path, kind):
+    running = Engine(lambda: kind(10, 3), regression, ADAMW, global_batch=4)
     running.export(tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], running.module.weight)
-    assert json.loads((tmp_path / "model.json").read_text())["class"].endswith("Linear")
+    assert json.loads((tmp_path / "model.json").read_text())["class"].endswith(kind.__name__)
 
 
 def test_a_backend_that_torch_does_not_have_is_refused():

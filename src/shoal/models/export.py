@@ -54,7 +54,7 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     if unadapted(model) is not model:
         export_adapter(model, weights, directory)
         return
-    if hasattr(model, "save_pretrained") or (isinstance(model, GPT) and unmapped(model.cfg) is None):
+    if _is_of_transformers(model) or (isinstance(model, GPT) and unmapped(model.cfg) is None):
         export_hf(model, weights, directory)
         return
     from safetensors.torch import save_file  # the engine runs where only torch is installed
@@ -69,3 +69,9 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
         "not in Hugging Face layout": why or "no such layout for this class",
     }
     (directory / "model.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Returns whether it is one of `transformers`, which need not be installed; others have `save_pretrained` too."""
+    bases = type(model).__mro__
+    return any(each.__name__ == "PreTrainedModel" and each.__module__.startswith("transformers.") for each in bases)
