@@ -321,10 +321,13 @@ def test_optimizers_of_whole_matrices_are_refused():
     assert all("looks at whole parameters" in message for message in run_ranks(whole_matrices, 2))
 
 
-def penalised(world) -> str:
-    def loss(model: nn.Module, mb: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def penalised(world, beside: bool) -> str:
+    """`beside`: the penalty is an auxiliary loss."""
+
+    def loss(model: nn.Module, mb: Any) -> Any:
         total, count = causal_lm(model, mb)[:2]
-        return total + 0.1 * count * sum(each.square().sum() for each in model.parameters()), count
+        penalty = 0.1 * sum(each.square().sum() for each in model.parameters())
+        return (total, count, {"penalty": penalty}) if beside else (total + count * penalty, count)
 
     case = CASES["gpt"]
     running = Engine(case.factory, loss, case.optimizer, Plan(tp=2), global_batch=4, world=world)
@@ -334,10 +337,12 @@ def penalised(world) -> str:
     return str(failure.value)
 
 
-def test_a_loss_that_reads_weights_of_which_ranks_have_parts_is_refused():
+@pytest.mark.parametrize(("beside", "what"), [(False, "the loss sums"), (True, "an auxiliary loss sums")])
+def test_a_loss_that_reads_weights_of_which_ranks_have_parts_is_refused(beside, what):
     """Each rank reported a loss of its own, and weights that all have got their penalty twice."""
-    said = run_ranks(penalised, 2)
-    assert said[0] == said[1] and "on ranks that share matrices: it reads weights, of which each has a part" in said[0]
+    said = run_ranks(penalised, 2, beside)
+    assert said[0] == said[1] and what in said[0]
+    assert "on ranks that share matrices: it reads weights, of which each has a part" in said[0]
 
 
 def packed(case: str) -> list[dict[str, torch.Tensor]]:

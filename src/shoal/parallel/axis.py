@@ -157,8 +157,8 @@ class Axis:
         return sums
 
     def check_sums(self, sums: Tensor) -> None:
-        """Raises UserError, on all ranks alike, where those that compute the same loss (its sum and count, fp64) have
-        other ones: then it reads weights of which each has a part."""
+        """Raises UserError, on all ranks alike, where those that compute the same loss (its sum, count and auxiliary
+        sums, fp64) have other ones: then it reads weights of which each has a part."""
 
     def gather_seen(self, seen: Any) -> list[Any]:
         """Gathers what only ranks with some of the layers can tell: of losses, of forwards, of their modules."""

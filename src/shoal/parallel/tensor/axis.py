@@ -61,15 +61,17 @@ class TensorParallel(Axis):
         return self.group.all_reduce(squares, purpose="norm")
 
     def check_sums(self, sums: Tensor) -> None:
-        told = self.group.all_gather_object([0.0, 0.0] if isinstance(sums, FakeTensor) else sums[:2].tolist())
-        pairs = [(one, first) for theirs in told for one, first in zip(theirs, told[0], strict=True)]
-        if all(math.isclose(*pair, rel_tol=SAME) for pair in pairs) or not all(map(math.isfinite, told[0])):
+        told = self.group.all_gather_object([0.0] * len(sums) if isinstance(sums, FakeTensor) else sums.tolist())
+        if not all(math.isfinite(each) for each in told[0]):
             return
-        raise UserError(
-            f"plan.tp = {self.size}: the loss sums up to {', '.join(f'{sum_:.6g}' for sum_, _ in told)} on ranks that "
-            "share matrices: it reads weights, of which each has a part. Leave a penalty on weights to the optimizer "
-            "(weight_decay), or take plan.tp = 1"
-        )
+        for place, values in enumerate(zip(*told, strict=True)):
+            if all(math.isclose(each, values[0], rel_tol=SAME) for each in values):
+                continue
+            raise UserError(
+                f"plan.tp = {self.size}: {'the loss' if place < 2 else 'an auxiliary loss'} sums up to "
+                f"{', '.join(f'{each:.6g}' for each in values)} on ranks that share matrices: it reads weights, of "
+                "which each has a part. Leave a penalty on weights to the optimizer (weight_decay), or take plan.tp = 1"
+            )
 
     def gather_names(self, names: list[str], order: Iterable[str]) -> list[str]:
         return in_order(self.group.all_gather_object(names), order)
