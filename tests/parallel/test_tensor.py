@@ -412,6 +412,17 @@ def looks(world) -> None:
     assert torch.equal(torch.softmax(cut.float(), -1), whole.float().softmax(-1)) and torch.equal(cut + 1, whole + 1)
     assert torch.equal(cut == cut, whole == whole) and torch.equal(1 - cut, 1 - whole) and len(cut) == 5
     assert torch.equal(F.log_softmax(cut.detach(), 0), F.log_softmax(whole.detach(), 0))
+    for change in (
+        lambda: cut.div_(2.0),
+        lambda: torch.relu_(cut),
+        lambda: cut.__setitem__(0, 1.0),
+        lambda: cut.register_hook(print),
+    ):
+        with pytest.raises(UserError, match=r"take logits = logits.clone\(\) before"):
+            change()
+    copied = cut.clone()
+    copied[:, 3] = 0.0
+    assert torch.equal(copied.div_(2.0)[:, 4:], whole[:, 4:] / 2.0)
     before = world.ledger.total().payload
     assert getattr(cut, "logits", None) is None and not hasattr(cut, "aux_loss"), "as a loss asks"
     assert world.ledger.total().payload == before, "nothing is gathered for that"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shoal.comm.functional import copy_to, reduce_from
+from shoal.errors import UserError
 from shoal.parallel.tensor.likelihood import PURPOSE, Likelihood, at_columns, here_or_elsewhere
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class ShardedLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _check_changes_nothing(getattr(func, "__name__", ""))
         known = _KNOWN.get(func)
         result = known(*args, **(kwargs or {})) if known is not None else NotImplemented
         if result is NotImplemented:
@@ -46,6 +48,7 @@ class ShardedLogits:
         # no gathering just to find that tensors lack the attribute
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"logits that are cut among ranks have no {name}, as tensors have none")
+        _check_changes_nothing(name)
         return getattr(self.whole(), name)
 
     def __getitem__(self, index: Any) -> Any:
@@ -56,6 +59,9 @@ class ShardedLogits:
         if any(row is Ellipsis for row in rows) or taken >= self.local.dim():
             return self.whole()[index]
         return self._with(self.local[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _check_changes_nothing("__setitem__")
 
     def whole(self) -> Tensor:
         """Returns the logits [.., V], gathered. Collective; all ranks must do the same with the result."""
@@ -162,6 +168,17 @@ class ShardedLogits:
         """Returns the column in `local` of each target (0 where another rank has it), and a mask of those others."""
         start = sum(self._lengths[: self._region.rank])
         return here_or_elsewhere(target, start, self.local.shape[-1], sum(self._lengths), "a target")
+
+
+def _check_changes_nothing(name: str) -> None:
+    """Raises UserError for the method or function `name` if it changes a tensor, or hooks into it: that would be the
+    gathered copy, which nothing else reads."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name in ("__setitem__", "register_hook", "retain_grad"):
+        raise UserError(
+            f"{name} of logits that are cut among ranks (plan.tp) would be that of a copy, which is gathered for it: "
+            "take logits = logits.clone() before, which gathers them, or keep the head whole (plan.placements)"
+        )
 
 
 def _of_the_whole(operator: str) -> Callable[..., Any]:
