@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal import Engine, Plan, auto_plan
 from shoal.errors import UserError
-from shoal.models import causal_lm, masked_lm
+from shoal.models import GPT, GPTConfig, causal_lm, masked_lm
 from tests.pool import reference, run_ranks
 from tests.zoo.entry import Microbatch
 from tests.zoo.test_auto import machine
@@ -48,6 +48,7 @@ def of_transformers(kind: str, automatic: str, **fields: Any) -> nn.Module:
 
 roberta = partial(of_transformers, "roberta", "AutoModelForMaskedLM")
 llama = partial(of_transformers, "llama", "AutoModelForCausalLM", num_key_value_heads=2)
+gpt = partial(GPT, GPTConfig(VOCABULARY, TOKENS, layers=1, d_model=16, heads=2))
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -55,7 +56,11 @@ def rows() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (8, TOKENS + 1), generator=draw)
     ids[::2, -2:] = 1
-    return [{"input_ids": row[:-1], "labels": row[1:].masked_fill(row[1:] == 1, -100)} for row in ids]
+    halves = torch.arange(TOKENS) // 3
+    return [
+        {"input_ids": row[:-1], "labels": row[1:].masked_fill(row[1:] == 1, -100), "document_ids": halves}
+        for row in ids
+    ]
 
 
 def padded() -> list[dict[str, Tensor]]:
@@ -78,6 +83,18 @@ class ByHand(nn.Module):
         return self.head((x @ x.mT).softmax(-1) @ x)
 
 
+class Prefix(ByHand):
+    """Tokens of the first half of a row see each other, and all see what comes before them."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids)
+        at = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        seen = (at[:, None] <= at[..., None]) | (at < TOKENS // 2)[:, None]
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, seen[:, None])
+        return self.head(y.transpose(1, 2).flatten(2))
+
+
 def its_own(model: nn.Module, mb: Microbatch, **more: Any) -> tuple[Tensor, Tensor]:
     """The mean loss that a model of transformers computes of its labels, as a sum."""
     count = (mb["labels"] != -100).sum()
@@ -93,6 +110,35 @@ def shifted_here(model: nn.Module, mb: Microbatch) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum"), ids.numel()
 
 
+def shifted_by(shift: Callable[[Tensor], Tensor], model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    labels = shift(mb["input_ids"])
+    logits = model(input_ids=mb["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def padded_and_shifted(ids: Tensor) -> Tensor:
+    """As transformers does."""
+    return F.pad(ids, (0, 1), value=-100)[:, 1:]
+
+
+def rolled(ids: Tensor) -> Tensor:
+    return ids.roll(-1, 1)
+
+
+def by_rows(model: nn.Module, mb: Microbatch) -> tuple[Tensor, int]:
+    return causal_lm(model, mb)[0], len(mb["labels"])
+
+
+def of_classes(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    """Of a model that gives each row one result."""
+    logits = model(input_ids=mb["input_ids"]).logits
+    return logits.square().sum(), torch.tensor(logits.numel())
+
+
+def without_documents(model: nn.Module, mb: Microbatch) -> Any:
+    return causal_lm(model, {key: mb[key] for key in ("input_ids", "labels")})
+
+
 def last_channels(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
     """Picks rows and channels, and all tokens."""
     logits = model(input_ids=mb["input_ids"]).logits[..., -20:][:1][:, :, None][:, 0:TOKENS, 0]
@@ -105,6 +151,11 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "own": its_own,
     "before": shifted_before,
     "here": shifted_here,
+    "pad": partial(shifted_by, padded_and_shifted),
+    "roll": partial(shifted_by, rolled),
+    "rows": by_rows,
+    "classes": of_classes,
+    "without documents": without_documents,
     "channels": last_channels,
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -113,6 +164,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "minimax": partial(of_transformers, "minimax", "AutoModelForCausalLM", **MINIMAX),
     "esm": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2, token_dropout=True),
     "esm without": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2),
+    "classes": partial(of_transformers, "llama", "AutoModelForSequenceClassification", num_key_value_heads=2),
+    "gpt": gpt,
+    "prefix": Prefix,
     "by hand": ByHand,
 }
 
@@ -152,10 +206,18 @@ def without_a_mask(world: Any) -> list[float]:
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
 @pytest.mark.parametrize(
     ("model", "loss"),
-    [("roberta", "masked"), ("roberta", "own"), ("llama", "before"), ("llama", "channels"), ("esm without", "masked")],
+    [
+        ("roberta", "masked"),
+        ("roberta", "own"),
+        ("llama", "before"),
+        ("llama", "channels"),
+        ("esm without", "masked"),
+        ("gpt", "without documents"),
+    ],
 )
 def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, context: str) -> None:
-    """RoBERTa counts positions from behind the number of its padding; labels that are shifted already may be given."""
+    """RoBERTa counts positions from behind the number of its padding; labels that are shifted already may be given, and
+    documents in the batch of which the loss does not tell the model are none."""
     whole = reference(trained, 1, model, loss, {})[0]
     assert not isinstance(whole, str), whole
     for found in run_ranks(trained, 2, model, loss, {"cp": 2, "context": context}):
@@ -167,6 +229,11 @@ def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, conte
     [
         ("llama", "own", "is given labels, which it shifts by a token"),
         ("llama", "here", "the loss picks tokens by their place in a row"),
+        ("llama", "pad", "the loss picks tokens by their place in a row, or moves them"),
+        ("llama", "roll", "the loss picks tokens by their place in a row, or moves them"),
+        ("llama", "rows", "the loss counts 2, the rows of the microbatch"),
+        ("classes", "classes", "LlamaForSequenceClassification gives (2, 2), a result for each row"),
+        ("prefix", "causal", "attention has a mask that looks causal to some of the ranks"),
         ("minimax", "causal", "has layers of kind linear_attention"),
         ("esm", "masked", "set token_dropout = False"),
     ],

@@ -453,6 +453,12 @@ def steps_refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) 
         ("gpt", {"cp": 4, "context": "ring"}, {}, "do not come out even in 8 pieces; take rows of 16"),
         ("gpt", {"cp": 5}, {}, "do not come out even in 5 pieces; take rows of 15"),
         ("gpt", {"cp": 2}, {"rows": {"labels": torch.tensor(3)}}, "are not of tokens (2, 12)"),
+        (
+            "llama",
+            {"cp": 2},
+            {"rows": {"input_ids": torch.tensor([3, 4]), "labels": torch.tensor([4, 5])}},
+            "rows of 2 tokens leave each rank one",
+        ),
         ("gpt", {"cp": 2, "exchange": "adasum"}, {}, "attention mixes those of ranks that share a row"),
         ("eager", {"cp": 2}, {}, 'is computed as "eager"'),
         ("by-hand", {"cp": 2}, {}, "called no torch.nn.functional.scaled_dot_product_attention"),

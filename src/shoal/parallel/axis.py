@@ -134,8 +134,11 @@ class Axis:
         """Wraps the call of the loss on it. Raises UserError inside for what a loss cannot do with a rank's part."""
         return nullcontext()
 
-    def ran(self) -> None:
-        """Called after its forward. Raises UserError if ranks that share rows have not met in it."""
+    def ran(self, count: float | None) -> None:
+        """Called after its forward. Raises UserError if ranks that share rows have not met in it, or each counts them.
+
+        count: what the loss has counted, where it gives a plain number
+        """
 
     def check_auxiliary(self, names: Collection[str], of_all_tokens: bool) -> None:
         """Raises UserError for auxiliary losses that cannot be computed of a rank's part.

@@ -20,11 +20,15 @@ Loss = Callable[[nn.Module, Mapping[str, Tensor]], Any]
 
 @dataclass(frozen=True)
 class Sums:
-    """What a loss returned for one microbatch, checked: sum and count as fp64 scalars, auxiliary means by name."""
+    """What a loss returned for one microbatch, checked: sum and count as scalars, auxiliary means by name.
+
+    number: the count, where the loss has given a plain number
+    """
 
     total: Tensor
     count: Tensor
     aux: dict[str, Tensor]
+    number: float | None = None
 
     def counting_nothing(self) -> Sums:
         """Gives these sums weight 0: their backward gives zeros."""
@@ -52,7 +56,7 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
         if isinstance(mean, Tensor) and mean.dim() != 0:
             raise UserError(f"loss returned {_describe(mean)} as auxiliary loss {name}: it must be a single number")
         aux[name] = to_device(mean if isinstance(mean, Tensor) else torch.full((), mean), total.device)
-    return Sums(total, to_device(count, total.device), aux)
+    return Sums(total, to_device(count, total.device), aux, None if count is result[1] else float(result[1]))
 
 
 def sums_of(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor], axes: Sequence[Axis]) -> Sums:
@@ -63,7 +67,7 @@ def sums_of(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor], axe
             stack.enter_context(axis.around_loss())
         sums = call_loss(loss, module, microbatch)
     for axis in axes:
-        axis.ran()
+        axis.ran(sums.number)
     return sums
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from shoal.errors import UserError
 
@@ -87,6 +85,20 @@ def check_labels(module: nn.Module, given: dict[str, Any], ranks: int) -> None:
         )
 
 
+def check_tokens(tokens: int, pieces: int, ranks: int) -> None:
+    """Raises UserError for rows of so many `tokens` that cannot be cut into `pieces` among `ranks`."""
+    if tokens % pieces:
+        raise UserError(
+            f"plan.cp = {ranks}: rows of {tokens} tokens do not come out even in {pieces} pieces; take rows of "
+            f"{-(-tokens // pieces) * pieces}"
+        )
+    if tokens == ranks:
+        raise UserError(
+            f"plan.cp = {ranks}: rows of {tokens} tokens leave each rank one, whose mask does not show what it sees of "
+            f"the others; take rows of {2 * ranks}"
+        )
+
+
 def check_padding(rows: Mapping[str, Tensor], takes_documents: bool) -> None:
     """Raises UserError where an attention_mask says that `rows`, or a sample, are padded. `takes_documents`: the model
     masks by document_ids."""
@@ -102,67 +114,44 @@ def check_padding(rows: Mapping[str, Tensor], takes_documents: bool) -> None:
     raise UserError(f"plan.cp > 1 takes no attention_mask: {remedy}")
 
 
-class Neighbours(TorchFunctionMode):
-    """Refuses in a loss, outside of its model, to pick tokens by their place in a row (`logits[:, :-1]`): this rank has
-    other ones.
+def check_attended(calls: Sequence[bool], ranks: int) -> None:
+    """Raises UserError for a forward that has called no attention, in which each token would have seen only its own
+    rank's. `calls`: of attention."""
+    if not calls:
+        raise UserError(
+            f"plan.cp = {ranks}: the model called no torch.nn.functional.scaled_dot_product_attention (by that name, "
+            "so that it can be stood in for), and other ways from token to token see one rank's tokens alone"
+        )
 
-    ranks: those that share a row
+
+def check_first(told: Sequence[tuple[Sequence[bool], float | None]], rows: torch.Size) -> None:
+    """Raises UserError, on all ranks alike, where ranks took masks of the same calls of attention for different ones in
+    the first forward, and for a loss that counts the rows of a microbatch: each of the ranks that share them would.
+
+    told: by each rank, which of the calls are causal, and what the loss has counted, where it gives a plain number
+    rows: of a rank's tokens, [B, T / ranks]
     """
+    if any(calls != told[0][0] for calls, _ in told):
+        raise UserError(
+            f"plan.cp = {len(told)}: attention has a mask that looks causal to some of the ranks, by the tokens that "
+            "they have, and to others as if all tokens saw each other (a prefix?): only masks that are causal, or "
+            "those of documents (document_ids), can be cut by tokens"
+        )
+    if all(count is not None and 0 < count == rows[0] for _, count in told):
+        raise UserError(
+            f"plan.cp = {len(told)}: the loss counts {rows[0]}, the rows of the microbatch, which each of the ranks "
+            "counts that share them: sum over tokens and count tokens, or take plan.cp = 1"
+        )
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self._ranks, self._rows = ranks, torch.Size()
-        self._is_on = self._in_model = False
 
-    @contextmanager
-    def looking(self, rows: torch.Size) -> Iterator[None]:
-        """Wraps a loss. `rows`: of this rank's tokens, [B, T / ranks]."""
-        self._rows, self._in_model = rows, False
-        self._switch(True)
-        try:
-            yield
-        finally:
-            self._switch(False)
-            self._rows = torch.Size()
-
-    def into_model(self) -> None:
-        """Goes from the loss into the model, where operations are not looked at; off, they cost nothing there."""
-        self._in_model = True
-        if self._is_on and _get_current_function_mode() is self:  # else another mode of the loss lies above it
-            self._switch(False)
-
-    def out_of_model(self) -> None:
-        """Comes back to the loss."""
-        self._in_model = False
-        if self._rows and not self._is_on:
-            self._switch(True)
-
-    def _switch(self, on: bool) -> None:
-        if on != self._is_on:
-            self._is_on = on
-            self.__enter__() if on else self.__exit__(None, None, None)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__ and not self._in_model and self._is_part(*args):
-            raise UserError(
-                f"plan.cp = {self._ranks}: the loss picks tokens by their place in a row, as logits[:, :-1] does, and "
-                "each rank has its own part of a row: take labels that are the next tokens already, with -100 where "
-                "there is none, and count all tokens that have one"
-            )
-        return func(*args, **(kwargs or {}))
-
-    def _is_part(self, x: Tensor, index: Any) -> bool:
-        """True if `x[index]` leaves out tokens of [B, T / ranks, ..] by their place."""
-        if x.shape[:2] != self._rows:
-            return False
-        each = list(index) if isinstance(index, tuple) else [index]
-        if any(isinstance(one, Tensor | list) for one in each):
-            return False
-        if any(one is ... for one in each):
-            at = next(place for place, one in enumerate(each) if one is ...)
-            each[at : at + 1] = [slice(None)] * (x.dim() - sum(one is not None for one in each) + 1)
-        each = [one for one in each if one is not None]
-        if len(each) < 2:
-            return False
-        tokens = range(x.shape[1])
-        return isinstance(each[1], int) or (isinstance(each[1], slice) and len(tokens[each[1]]) < len(tokens))
+def check_result(module: nn.Module, output: Any, rows: torch.Size) -> None:
+    """Raises UserError for a model whose `output` is a result for each row, made of this rank's tokens, which are
+    `rows` [B, T / ranks]."""
+    found = getattr(output, "logits", output)
+    if not isinstance(found, Tensor) or found.dim() != 2 or not found.is_floating_point():
+        return
+    if 0 < rows[0] == found.shape[0] and found.shape[1] != rows[1]:
+        raise UserError(
+            f"plan.cp > 1: {type(module).__name__} gives {tuple(found.shape)}, a result for each row, and a rank has "
+            "only a part of its tokens: results of tokens [B, T, ..] are needed. Take plan.cp = 1"
+        )

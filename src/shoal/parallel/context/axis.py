@@ -57,8 +57,8 @@ class ContextParallel(Axis):
     def around_loss(self) -> AbstractContextManager[None]:
         return self.context.looking()
 
-    def ran(self) -> None:
-        self.context.attended()
+    def ran(self, count: float | None) -> None:
+        self.context.attended(count)
 
     def check_auxiliary(self, names: Collection[str], of_all_tokens: bool) -> None:
         if names and not (of_all_tokens and OF_ALL_TOKENS.issuperset(names)):

@@ -27,14 +27,17 @@ from shoal.errors import UserError
 from shoal.models.adapted import unadapted
 from shoal.models.attention import document_mask
 from shoal.parallel.context.asked import (
-    Neighbours,
+    check_attended,
+    check_first,
     check_labels,
     check_model,
     check_padding,
+    check_tokens,
     in_order,
     positions_of,
 )
-from shoal.parallel.context.documents import documents_of, stretches, window_of
+from shoal.parallel.context.documents import documents_of, is_causal_mask, stretches, window_of
+from shoal.parallel.context.neighbours import Neighbours
 from shoal.parallel.context.ring import Ring, of_one_width, ring_attention
 
 PURPOSE = "attention"
@@ -59,7 +62,9 @@ class Context:
         self._known: tuple[Tensor, bool] | None = None
         self._window: int | None = None
         self._takes_padding = self._takes_documents = False
-        self._place = self._calls = 0
+        self._places_in: dict[str, int] = {}  # among the arguments of the model
+        self._calls: list[bool] = []  # of attention in the running forward: whether they were causal
+        self._agreed = False
         self._positions: Callable[[Tensor], Tensor] = in_order
         self._neighbours = Neighbours(self.size)
 
@@ -70,9 +75,11 @@ class Context:
         check_model(module, self.size)
         parameters = list(inspect.signature(module.forward).parameters)
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
-        self._place, self._positions = parameters.index("position_ids"), positions_of(module)
+        named = {"position_ids", "document_ids"}
+        self._places_in = {name: at for at, name in enumerate(parameters) if name in named}
+        self._positions = positions_of(module)
         module.register_forward_pre_hook(self._tell, with_kwargs=True)
-        module.register_forward_hook(lambda *_: self._neighbours.out_of_model(), always_call=True)
+        module.register_forward_hook(self._neighbours.out_of_model, always_call=True)
         if self._takes_padding:
             inner: nn.Module = getattr(module, "base_model", module)
             inner.register_forward_pre_hook(self._say_nothing_is_padded, with_kwargs=True)
@@ -85,10 +92,11 @@ class Context:
         self._neighbours.into_model()
         check_labels(module, kwargs, self.size)
         told = dict(kwargs)
-        if len(args) <= self._place and kwargs.get("position_ids") is None:
+        passed = {name: len(args) > at or kwargs.get(name) is not None for name, at in self._places_in.items()}
+        if not passed["position_ids"]:
             told["position_ids"] = self._places
-            if not self._takes_documents:
-                self._documents = None  # they came from positions that the loss did not pass on
+        if not passed["document_ids" if self._takes_documents else "position_ids"]:
+            self._documents = None  # the model, which the loss has not told of them, does not mask by them
         if self._takes_padding:
             # it covers this rank's tokens, none of them padding; the model would use it for all tokens
             told.pop("attention_mask", None)
@@ -134,11 +142,7 @@ class Context:
                 f"plan.cp = {self.size} cuts rows of tokens, input_ids [B, T]; this batch has {', '.join(microbatch)}"
             )
         T, pieces = ids.shape[1], self.size if self._lane is None else 2 * self.size
-        if T % pieces:
-            raise UserError(
-                f"plan.cp = {self.size}: rows of {T} tokens do not come out even in {pieces} pieces; take rows of "
-                f"{-(-T // pieces) * pieces}"
-            )
+        check_tokens(T, pieces, self.size)
         if self._window is not None and self._window < T:
             raise UserError(
                 f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many"
@@ -152,7 +156,7 @@ class Context:
                     "rank, which has a part of a row, would count them"
                 )
         self.close()
-        self._whole, self._calls = T, 0
+        self._whole, self._calls = T, []
         self._documents = documents_of(microbatch, self._takes_documents, self._takes_padding)
         whole, places = dict(microbatch), self._positions(ids)
         whole.setdefault("position_ids", places.expand(ids.shape))
@@ -183,14 +187,13 @@ class Context:
         """Wraps a loss of the running microbatch: UserError where it picks tokens by their place in a row."""
         return self._neighbours.looking(self._nothing_padded.shape)
 
-    def attended(self) -> None:
-        """Raises UserError if no attention was called in the forward: each token would have seen only its own
-        rank's."""
-        if not self._calls:
-            raise UserError(
-                f"plan.cp = {self.size}: the model called no torch.nn.functional.scaled_dot_product_attention (by that "
-                "name, so that it can be stood in for), and other ways from token to token see one rank's tokens alone"
-            )
+    def attended(self, count: float | None) -> None:
+        """Called after the forward of a loss, which has counted `count` (None: no plain number). Raises UserError if it
+        has called no attention, and, of the first one, for what ranks have not alike (see check_first)."""
+        check_attended(self._calls, self.size)
+        if not self._agreed and torch._C._functorch.peek_interpreter_stack() is None:
+            check_first(self.group.all_gather_object((self._calls, count)), self._nothing_padded.shape)
+            self._agreed = True
 
     @torch.compiler.disable
     def attend(
@@ -209,7 +212,6 @@ class Context:
         The model's mask covers this rank's tokens; it is recognized as causal, by documents, or both. Raises UserError
         for any other mask.
         """
-        self._calls += 1
         if not self._whole:
             return self._attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -218,6 +220,7 @@ class Context:
             return of_one_width(self.attend, (query, key, value), (attn_mask, dropout_p, is_causal), scale, enable_gqa)
         if attn_mask is not None:
             is_causal = self._is_causal(attn_mask)
+        self._calls.append(bool(is_causal))
         if self._lane is None:
             return self._by_heads(query, key, value, dropout_p, is_causal, scale)
         if dropout_p:
@@ -285,15 +288,6 @@ class Context:
         documents = self._documents
         if documents is None:
             documents = torch.zeros(1, self._whole, dtype=torch.int64, device=mask.device)
-        seen = mask if mask.dtype == torch.bool else mask == 0
-        # transformers begins a document at every position that does not follow the one before it
-        candidates = [(self.own(documents), True), (self.own(documents), False), (self._begins, True)]
-        for own, causal in candidates if seen.shape[-1] > 1 else candidates[1:2]:
-            mine = document_mask(own, causal)
-            if seen.shape[-2:] == mine.shape[-2:] and bool((seen == mine).all()):
-                self._known = mask, causal
-                return causal
-        raise UserError(
-            f"plan.cp = {self.size}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of "
-            "documents (document_ids) cannot be cut by tokens"
-        )
+        causal = is_causal_mask(mask, self.own(documents), self._begins, self.size)
+        self._known = mask, causal
+        return causal

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import UserError
+from shoal.models.attention import document_mask
+
 
 def documents_of(microbatch: Mapping[str, Tensor], takes_documents: bool, takes_padding: bool) -> Tensor | None:
     """Returns the document [B, T] of each token of whole rows; None where a row is one document.
@@ -38,3 +41,24 @@ def stretches(positions: Tensor) -> Tensor:
     begins = torch.ones_like(positions)
     begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1).long()
     return begins.cumsum(1)
+
+
+def is_causal_mask(mask: Tensor, documents: Tensor, begins: Tensor, ranks: int) -> bool:
+    """Returns whether a model's `mask` of a rank's tokens is causal; false if all tokens of a document see each other.
+
+    documents: the document [B, T] of each token, or of each of one row [1, T]
+    begins: the same as transformers counts them, which begins one at every position that does not follow the one before
+    ranks: those that share a row
+
+    Raises UserError for a mask that is neither.
+    """
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    candidates = [(documents, True), (documents, False), (begins, True)]
+    for each, causal in candidates if seen.shape[-1] > 1 else candidates[1:2]:
+        known = document_mask(each, causal)
+        if seen.shape[-2:] == known.shape[-2:] and bool((seen == known).all()):
+            return causal
+    raise UserError(
+        f"plan.cp = {ranks}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of documents "
+        "(document_ids) cannot be cut by tokens"
+    )

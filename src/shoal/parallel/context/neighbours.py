@@ -1,0 +1,132 @@
+"""What a loss does with the tokens of a row by their place, or with rows as a whole, of which a rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from shoal.errors import UserError
+from shoal.parallel.context.asked import check_result
+
+# Of functions that pick or move elements by their place: the dims along which they do, from their arguments.
+
+
+def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Iterable[int]:
+    return [dim] if length < input.shape[dim] else []
+
+
+def _at(input: Tensor, dim: int, *rest: Any, **named: Any) -> Iterable[int]:
+    return [dim]
+
+
+def _roll(input: Tensor, shifts: Any, dims: int | Sequence[int] = ()) -> Iterable[int]:
+    return [dims] if isinstance(dims, int) else dims or range(input.dim())
+
+
+def _flip(input: Tensor, *given: Any, dims: Iterable[int] = ()) -> Iterable[int]:
+    found: Iterable[int] = given[0] if given and not isinstance(given[0], int) else given or dims
+    return found
+
+
+def _diff(input: Tensor, n: int = 1, dim: int = -1, *rest: Any, **named: Any) -> Iterable[int]:
+    return [dim]
+
+
+def _pad(input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> Iterable[int]:
+    return [-1 - at // 2 for at, number in enumerate(pad) if number]
+
+
+MOVES: dict[str, Callable[..., Iterable[int]]] = {
+    "narrow": _narrow,
+    "select": _at,
+    "index_select": _at,
+    "cumsum": _at,
+    "roll": _roll,
+    "flip": _flip,
+    "diff": _diff,
+    "pad": _pad,
+}
+"""By the name of the function."""
+
+
+class Neighbours(TorchFunctionMode):
+    """Refuses in a loss, outside of its model, to pick tokens by their place in a row (`logits[:, :-1]`), or to move
+    them: this rank has other ones. Refuses results of the model that are those of rows.
+
+    ranks: those that share a row
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks, self._rows = ranks, torch.Size()
+        self._is_on = self._in_model = False
+
+    @contextmanager
+    def looking(self, rows: torch.Size) -> Iterator[None]:
+        """Wraps a loss. `rows`: of this rank's tokens, [B, T / ranks]."""
+        self._rows, self._in_model = rows, False
+        self._switch(True)
+        try:
+            yield
+        finally:
+            self._switch(False)
+            self._rows = torch.Size()
+
+    def into_model(self) -> None:
+        """Goes from the loss into the model, where operations are not looked at; off, they cost nothing there."""
+        self._in_model = True
+        if self._is_on and _get_current_function_mode() is self:  # else another mode of the loss lies above it
+            self._switch(False)
+
+    def out_of_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Comes back to the loss with the model's `output`, as its forward hook."""
+        self._in_model = False
+        if self._rows:
+            check_result(module, output, self._rows)
+        if self._rows and not self._is_on:
+            self._switch(True)
+
+    def _switch(self, on: bool) -> None:
+        if on != self._is_on:
+            self._is_on = on
+            self.__enter__() if on else self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        moves = self._is_part(*args) if func is Tensor.__getitem__ else self._moves(func, args, kwargs)
+        if moves and not self._in_model:
+            raise UserError(
+                f"plan.cp = {self._ranks}: the loss picks tokens by their place in a row, or moves them, as "
+                "logits[:, :-1] and labels.roll(-1, 1) do, and each rank has its own part of a row: take labels that "
+                "are the next tokens already, with -100 where there is none, and count all tokens that have one"
+            )
+        return func(*args, **kwargs)
+
+    def _moves(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """True if `func` picks or moves tokens of [B, T / ranks, ..] by their place."""
+        along = MOVES.get(getattr(func, "__name__", ""))
+        x = args[0] if args else kwargs.get("input")
+        if along is None or not isinstance(x, Tensor) or x.shape[:2] != self._rows:
+            return False
+        return 1 in {dim % x.dim() for dim in along(*args, **kwargs)}
+
+    def _is_part(self, x: Tensor, index: Any) -> bool:
+        """True if `x[index]` leaves out tokens of [B, T / ranks, ..] by their place."""
+        if x.shape[:2] != self._rows:
+            return False
+        each = list(index) if isinstance(index, tuple) else [index]
+        if any(isinstance(one, Tensor | list) for one in each):
+            return False
+        if any(one is ... for one in each):
+            at = next(place for place, one in enumerate(each) if one is ...)
+            each[at : at + 1] = [slice(None)] * (x.dim() - sum(one is not None for one in each) + 1)
+        each = [one for one in each if one is not None]
+        if len(each) < 2:
+            return False
+        tokens = range(x.shape[1])
+        return isinstance(each[1], int) or (isinstance(each[1], slice) and len(tokens[each[1]]) < len(tokens))
