@@ -18,7 +18,7 @@ from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
 from shoal.models.experts import Experts
 from shoal.parallel.expert import Dispatch, Dispatched, mixtures
 from shoal.parallel.tensor.layers import become
-from tests.parity.cases import ADAMW, CASES, derivatives_of, engine
+from tests.parity.cases import ADAMW, CASES, arguments, derivatives_of, engine
 from tests.pool import run_ranks
 
 E, D, F = 4, 6, 10
@@ -156,6 +156,26 @@ def refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) -> str
 def test_plans_that_cannot_be_say_why(case, plan, more, message):
     answers = run_ranks(refused, Plan(**plan).size, case, plan, more)
     assert all(message in answer for answer in answers), answers
+
+
+def penalised(model: Any, mb: Any) -> Any:
+    total, count, losses = causal_lm(model, mb)
+    return total + count * sum(each.square().sum() for each in model.parameters()), count, losses
+
+
+def read(world) -> str:
+    case, options = CASES["moe"], arguments("fp32", 1)
+    running = Engine(case.factory, penalised, case.optimizer, Plan(dp=2, ep=2), world=world, **options)
+    with pytest.raises(UserError) as failure:
+        running.step(next(running.batches(case.data())))
+    running.close()
+    return str(failure.value)
+
+
+def test_a_loss_that_reads_weights_of_experts_is_refused():
+    """Each rank weighed its own experts by its own count, half of all."""
+    for answer in run_ranks(read, 2):
+        assert "blocks.0.mlp.experts.gate_up_proj, of which each rank has the part of its own experts" in answer, answer
 
 
 @pytest.mark.parametrize(

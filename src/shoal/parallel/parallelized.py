@@ -68,6 +68,8 @@ class Parallelized:
             named = built.module.named_parameters()
             self.built, self.layers = built, CutLayers()
             self.layouts = {name: Layout.replicated(tuple(each.shape)) for name, each in named}
+        if self._experts in self.axes:
+            self._experts.watch(self.built.module)
         if self._rows in self.axes:
             self._rows.watch(self.built.module, (part for _, part in whole_model(built.module)))
         sharing: list[Axis] = [axis for axis in (self._rows, self._tensor) if axis in self.axes and axis.shares_tokens]

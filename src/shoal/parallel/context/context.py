@@ -185,7 +185,7 @@ class Context:
 
     def looking(self) -> AbstractContextManager[None]:
         """Wraps a loss of the running microbatch: UserError where it picks tokens by their place in a row."""
-        return self._neighbours.looking(self._nothing_padded.shape)
+        return self._neighbours.looking_at(self._nothing_padded.shape)
 
     def attended(self, count: float | None) -> None:
         """Called after the forward of a loss, which has counted `count` (None: no plain number). Raises UserError if it

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from shoal.errors import UserError
 from shoal.parallel.context.asked import check_result
+from shoal.parallel.in_loss import InLoss
 
 # Of functions that pick or move elements by their place: the dims along which they do, from their arguments.
 
@@ -54,7 +54,7 @@ MOVES: dict[str, Callable[..., Iterable[int]]] = {
 """By the name of the function."""
 
 
-class Neighbours(TorchFunctionMode):
+class Neighbours(InLoss):
     """Refuses in a loss, outside of its model, to pick tokens by their place in a row (`logits[:, :-1]`), or to move
     them: this rank has other ones. Refuses results of the model that are those of rows.
 
@@ -64,48 +64,26 @@ class Neighbours(TorchFunctionMode):
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self._ranks, self._rows = ranks, torch.Size()
-        self._is_on = self._in_model = False
 
     @contextmanager
-    def looking(self, rows: torch.Size) -> Iterator[None]:
+    def looking_at(self, rows: torch.Size) -> Iterator[None]:
         """Wraps a loss. `rows`: of this rank's tokens, [B, T / ranks]."""
-        self._rows, self._in_model = rows, False
-        self._switch(True)
-        try:
+        self._rows = rows
+        with self.looking():
             yield
-        finally:
-            self._switch(False)
-            self._rows = torch.Size()
-
-    def into_model(self) -> None:
-        """Goes from the loss into the model, where operations are not looked at; off, they cost nothing there."""
-        self._in_model = True
-        if self._is_on and _get_current_function_mode() is self:  # else another mode of the loss lies above it
-            self._switch(False)
 
     def out_of_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Comes back to the loss with the model's `output`, as its forward hook."""
-        self._in_model = False
-        if self._rows:
+        if self._is_open:
             check_result(module, output, self._rows)
-        if self._rows and not self._is_on:
-            self._switch(True)
+        super().out_of_model(module, args, output)
 
-    def _switch(self, on: bool) -> None:
-        if on != self._is_on:
-            self._is_on = on
-            self.__enter__() if on else self.__exit__(None, None, None)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        moves = self._is_part(*args) if func is Tensor.__getitem__ else self._moves(func, args, kwargs)
-        if moves and not self._in_model:
+    def check(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        if self._is_part(*args) if func is Tensor.__getitem__ else self._moves(func, args, kwargs):
             raise UserError(
                 f"plan.cp = {self._ranks}: the loss picks tokens by their place in a row, or moves them, as "
                 "logits[:, :-1] and labels.roll(-1, 1) do, and each rank has its own part of a row: take labels that "
                 "are the next tokens already, with -100 where there is none, and count all tokens that have one"
             )
-        return func(*args, **kwargs)
 
     def _moves(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """True if `func` picks or moves tokens of [B, T / ranks, ..] by their place."""

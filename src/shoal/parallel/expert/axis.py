@@ -4,6 +4,7 @@ model's experts where every rank has all of them."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from shoal.parallel.expert.counts import ExpertCounts
 from shoal.parallel.expert.mixtures import mixtures
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.expert.spread import Spread
+from shoal.parallel.expert.weights import ExpertWeights
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor import Region, Rules, kind_of
 
@@ -75,6 +77,13 @@ class ExpertParallel(Axis):
         names = [axis.name for axis in axes]
         group = self._world.group("-".join(["routing", *names]), mesh.ranks(*names))
         return share_routing(self._routers, self._others, group, context, region)
+
+    def watch(self, module: nn.Module) -> None:
+        """Refuses losses that compute with the experts in `module`, where these are spread."""
+        self._weights = ExpertWeights(module, self.size)
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        return self._weights.looking()
 
     @property
     def moves_biases(self) -> bool:
