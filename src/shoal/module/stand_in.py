@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +104,10 @@ def _outside(name: str, *_: Any, **__: Any) -> None:
 class StandIn(nn.Module):
     """A module whose call returns the result of `answer`.
 
-    Attributes are those of `part`, but it does not have its parameters, buffers and modules. While the model runs,
-    `show` sets what `model.parameters()` yields for a parameter of the part, and so for what is read of a part that is
-    not `here`, in the stage that runs: its own tensors there are without values, or are not trained.
+    Attributes are those of `part`, also where they are set, but it does not have its parameters, buffers and modules.
+    While the model runs, `show` sets what `model.parameters()` yields for a parameter of the part, and so for what is
+    read of a part that is not `here`, in the stage that runs: its own tensors there are without values, or are not
+    trained.
     """
 
     def __init__(self, part: nn.Module, answer: Callable[..., Any], name: str = "") -> None:
@@ -128,8 +129,16 @@ class StandIn(nn.Module):
                 shadow._parameters[key] = value if value is None else self.__dict__["_shown"](f"{name}.{key}", value)
             yield name, shadow
 
+    def train(self, mode: bool = True) -> Self:
+        self.__dict__["_part"].train(mode)
+        return super().train(mode)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_answer"](*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in self.__dict__ or name.startswith("__")  # of any module, such as `training`
+        super().__setattr__(name, value) if own else setattr(self.__dict__["_part"], name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -168,7 +168,7 @@ class _Look(Calls):
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self._check_not_apart(unit)
-        self.use((args, kwargs))
+        self.use((args, kwargs, [vars(each) for each in part.modules()]))  # a forward may put a tensor on a part
         self.in_a_part = True
         with self.marks.paused():
             result, beside = self._split.taps.run(unit, part, args, kwargs)

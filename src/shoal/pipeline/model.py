@@ -29,10 +29,6 @@ class PipelinedModule(StandIn):
         super().__init__(runner.split.module, self._run)
         self.__dict__.update(_runner=runner, _alike=alike, _flush=flush)
 
-    def train(self, mode: bool = True) -> PipelinedModule:
-        self.__dict__["_part"].train(mode)
-        return super().train(mode)
-
     @torch.no_grad()
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
         self.__dict__["_flush"]()

@@ -101,8 +101,8 @@ class Pass(Calls):
                 return self.boxes[value].tensor
             if value in self._values:
                 return self._values[value]
-            zeros = shape.zeros(self._device)
-            return zeros.clone() if value in self._own.filled else zeros
+            unused = shape.unused(self._device)
+            return unused.clone() if value in self._own.filled else unused
 
         result, beside = given.made(tensor)
         self._split.taps.replay(unit, beside)

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,6 +45,12 @@ class Shape:
     def zeros(self, device: torch.device) -> Tensor:
         """Makes zeros that hold memory for one element."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
+
+    def unused(self, device: torch.device) -> Tensor:
+        """Makes what stands for a value that does not travel: not a number, so that nothing which comes to use it goes
+        unnoticed (0 where there is none), with memory for one element."""
+        fill = math.nan if self.dtype.is_floating_point else 0
+        return torch.full((), fill, dtype=self.dtype, device=device).expand(self.size)
 
 
 @wire.sent
