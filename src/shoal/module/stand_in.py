@@ -94,6 +94,15 @@ def forget_parts(module: nn.Module) -> None:
                 part._parameters[name] = known[id(weight)][1]
 
 
+_LEFT = "_left_by_another_stage"
+
+
+def leave(module: nn.Module, name: str, value: Tensor) -> None:
+    """Sets an attribute of a module that another stage has to what that has left there: it can be computed with."""
+    module.__dict__[name] = value
+    module.__dict__.setdefault(_LEFT, set()).add(name)
+
+
 def _outside(name: str, *_: Any, **__: Any) -> None:
     raise UserError(
         f"{name} is called from outside of its part, which another stage has: call it in the forward of the module "
@@ -124,10 +133,16 @@ class StandIn(nn.Module):
             yield from super().named_modules(memo, prefix, remove_duplicate)
             return
         for name, each in self.__dict__["_part"].named_modules(prefix=prefix):
-            shadow: Any = nn.Module()
-            for key, value in each._parameters.items():
-                shadow._parameters[key] = value if value is None else self.__dict__["_shown"](f"{name}.{key}", value)
-            yield name, shadow
+            yield name, self._shadow(name, each)
+
+    def _shadow(self, name: str, each: nn.Module) -> nn.Module:
+        """What the model sees of a module in the part: of its class, with its attributes, and with what is shown for
+        its parameters."""
+        shadow: nn.Module = object.__new__(type(each))
+        shadow.__dict__.update(vars(each), _parameters={}, _buffers={}, _modules={})
+        for key, value in each._parameters.items():
+            shadow._parameters[key] = value if value is None else self.__dict__["_shown"](f"{name}.{key}", value)
+        return shadow
 
     def train(self, mode: bool = True) -> Self:
         self.__dict__["_part"].train(mode)
@@ -153,7 +168,7 @@ class StandIn(nn.Module):
         if shown is None or self.__dict__["_here"]:
             return found
         if isinstance(found, Tensor):
-            return shown(known_as, found)
+            return found if name in self.__dict__["_part"].__dict__.get(_LEFT, ()) else shown(known_as, found)
         if isinstance(found, nn.Module):
             kind = _Several if hasattr(found, "__getitem__") else StandIn
             inside = kind(found, partial(_outside, known_as), known_as)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Group, wire
 from shoal.errors import UserError
+from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
 from shoal.pipeline.split import Split
@@ -169,13 +170,14 @@ class _Look(Calls):
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self._check_not_apart(unit)
         self.use((args, kwargs, [vars(each) for each in part.modules()]))  # a forward may put a tensor on a part
+        before = attributes(part)
         self.in_a_part = True
         with self.marks.paused():
             result, beside = self._split.taps.run(unit, part, args, kwargs)
         self.in_a_part = False
-        call = self.count(unit)
-        self.given[unit, call] = Given.of((result, beside))
-        for place, leaf in enumerate(tree_leaves((result, beside))):
+        call, behind = self.count(unit), left(part, before)
+        self.given[unit, call] = Given.of((result, beside, behind))
+        for place, leaf in enumerate(tree_leaves((result, beside, behind))):
             if isinstance(leaf, Tensor):
                 self.marks.clear(leaf)
                 self._own.append((Value(unit, call, place), leaf, leaf._version))
@@ -207,8 +209,9 @@ class _Look(Calls):
         def placeholder(leaf: int, shape: Shape) -> Tensor:
             return self.marks.mark(shape.zeros(self._device).clone(), Value(unit, call, leaf))
 
-        result, beside = given.made(placeholder)
+        result, beside, behind = given.made(placeholder)
         self._split.taps.replay(unit, beside)
+        put(self._split.units[unit].module, behind)
         return result
 
     def changed(self) -> frozenset[Value]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
 from shoal.pipeline.arrived import Box
+from shoal.pipeline.left import put, read
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Value
 from shoal.pipeline.split import Split
 from shoal.pipeline.split_backward import Start
@@ -52,7 +53,9 @@ class Pass(Calls):
         result, beside = self._split.taps.run(unit, part, args, kwargs)
         self._in_a_part = False
         call = self.count(unit)
-        for place, leaf in enumerate(tree_leaves((result, beside))):
+        given = self._routes.given(unit, call)
+        behind = {} if given is None else read(part, given.left)
+        for place, leaf in enumerate(tree_leaves((result, beside, behind))):
             value = Value(unit, call, place)
             if value in self._wanted:
                 known = self._routes.shape(value).size
@@ -104,8 +107,9 @@ class Pass(Calls):
             unused = shape.unused(self._device)
             return unused.clone() if value in self._own.filled else unused
 
-        result, beside = given.made(tensor)
+        result, beside, behind = given.made(tensor)
         self._split.taps.replay(unit, beside)
+        put(self._split.units[unit].module, behind)
         return result
 
     def sent(self, value: Value) -> Tensor:

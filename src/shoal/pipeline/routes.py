@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,8 +56,8 @@ class Shape:
 @wire.sent
 @dataclass(frozen=True)
 class Given:
-    """The result of one call of a part and what is collected of it (see captured_outputs), shapes in place of
-    tensors."""
+    """The result of one call of a part, what is collected of it (see captured_outputs), and what it has left on its
+    modules by name (see left), shapes in place of tensors."""
 
     result: Any
 
@@ -68,6 +68,12 @@ class Given:
     @cached_property
     def leaves(self) -> list[Any]:
         return tree_leaves(self.result)
+
+    @property
+    def left(self) -> Iterable[str]:
+        """The names of what the part has left on its modules."""
+        names: Iterable[str] = self.result[2]
+        return names
 
     def made(self, tensor: Callable[[int, Shape], Tensor]) -> Any:
         """Returns the result with `tensor(leaf, shape)` in place of its tensors."""

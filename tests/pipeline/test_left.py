@@ -1,0 +1,110 @@
+"""What parts of a pipeline, and the loss, find elsewhere than among arguments and results: as attributes of modules."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from shoal.comm.simulation import simulate_world
+from shoal.errors import TrainingError, UserError
+from shoal.module.stand_in import StandIn
+from tests.pipeline.running import losses_of
+
+WIDTH = 8
+STAGES = {"pp": 3, "stages": [1, 1, 1]}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(WIDTH, WIDTH)
+        self.beside: list[Tensor] = []
+        self.size: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x + sum(self.beside))
+        self.size = y.square().mean()
+        return y
+
+
+class Three(nn.Module):
+    """`skips`: the first block's result is also added to the third one's input, by way of an attribute."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.blocks, self.skips = nn.ModuleList(Layer() for _ in range(3)), skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = first(x)
+        third.beside = [x] if self.skips else []
+        return third(second(x))
+
+
+def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
+
+
+def with_sizes(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    total, count = squares(model, mb)
+    return total + model.blocks[0].size + sum(each.size for each in model.modules() if isinstance(each, Layer)), count
+
+
+def with_weights(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    total, count = squares(model, mb)
+    return total + sum(each.weight.norm() for each in model.modules() if isinstance(each, nn.Linear)), count
+
+
+def rows() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [{name: torch.randn(WIDTH, generator=draw) for name in "xy"} for _ in range(16)]
+
+
+def losses(world: Any, loss: Any, plan: dict[str, Any]) -> list[float]:
+    return losses_of(world, partial(Three, True), loss, rows(), plan, 8)
+
+
+def changing(world: Any) -> None:
+    """The path to the third block is there from the second step on."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = Engine(partial(Three, False), squares, sgd, Plan(**STAGES), global_batch=8, microbatch=4, world=world)
+    batches = engine.batches(rows(), steps=2)
+    try:
+        engine.step(next(batches))
+        engine.module.skips = True
+        engine.step(next(batches))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+def test_tensors_that_lie_on_modules_travel(schedule: str) -> None:
+    """The forward puts one on a part, and parts leave theirs for the loss."""
+    (alone,) = simulate_world(1, losses, with_sizes, {})
+    for found in simulate_world(3, losses, with_sizes, {**STAGES, "schedule": schedule}):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_loss_finds_layers_by_their_class_and_computes_with_no_weight() -> None:
+    """It found none, and so no penalty."""
+    with pytest.raises(UserError, match=r"computes with the parameter blocks.0.product.weight"):
+        simulate_world(3, losses, with_weights, STAGES)
+
+
+def test_what_is_set_on_a_stand_in_is_set_on_its_part() -> None:
+    part: Any = nn.Sequential(nn.Linear(2, 2))
+    stand_in: Any = StandIn(part, part)
+    stand_in.note = 3
+    stand_in.eval()
+    assert part.note == stand_in.note == 3 and not part[0].training and not stand_in.training
+
+
+def test_a_value_that_is_used_only_later_gives_no_wrong_loss() -> None:
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        simulate_world(3, changing)
