@@ -19,7 +19,7 @@ from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
 from shoal.module.build import Built, build
-from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, kind_of, rules_for
+from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, cuts_of, kind_of, rules_for
 from shoal.parallel.tensor.rules import matches
 from shoal.parallel.tensor.spans import even, heads
 from shoal.plan import Plan
@@ -252,6 +252,19 @@ def test_rules_that_do_not_fit_say_so(rules, message):
         built = build(Encoder, 0)
         check_rules(built.module, rules or {})
         cut_among(built, silent(2), rules_for(built.module, rules))
+
+
+def test_a_class_of_somebody_else_with_the_name_of_ours_has_not_its_rules():
+    """Nothing was cut, and the gradients of all ranks were added up as if each had those of its own tokens."""
+    theirs = type("GPT", (Encoder,), {})()
+    assert rules_for(theirs) == {} and rules_for(build(MODELS["gpt"], 0).module)[""] == "sequence"
+
+
+def test_tokens_are_dealt_out_by_an_embedding_or_all_ranks_have_all():
+    module = build(MODELS["gpt"], 0).module
+    with pytest.raises(UserError, match=r'no rule names one of GPT: name it, or give tensor_rules={"": "whole"}'):
+        cuts_of(module, 2, {"token_embedding": "whole", "head": "whole"})
+    assert kind_of("", cuts_of(module, 2, {"token_embedding": "whole", "head": "whole", "": "whole"}).rules) == "whole"
 
 
 def test_heads_among_which_ranks_do_not_divide_are_refused_with_what_would_do():

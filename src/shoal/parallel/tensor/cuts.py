@@ -12,7 +12,7 @@ from shoal.parallel.tensor.graph.find import found_in
 from shoal.parallel.tensor.graph.found import Found
 from shoal.parallel.tensor.pins import Placements, check_found, cut_of, is_whole, placed_by_rules
 from shoal.parallel.tensor.region import Region
-from shoal.parallel.tensor.rules import TABLES, Rules, UnknownStyle, kind_of, matches, rules_for
+from shoal.parallel.tensor.rules import Rules, UnknownStyle, check_sequence, kind_of, matches, rules_for, table_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def cuts_of(
     if pinned and rules != given and _leaves_out(module, rules):
         rules = given
     if rules and not (pinned and rules == given):
-        return Cuts(placed_by_rules(module, rules, placements) if placements else rules, None, experts)
+        rules = placed_by_rules(module, rules, placements) if placements else rules
+        check_sequence(module, rules)
+        return Cuts(rules, None, experts)
 
     def stays_whole(name: str) -> bool:
         return _is_pinned(name, given) or is_whole(name, placements or {})
@@ -77,7 +79,7 @@ def cuts_of(
 def _leaves_out(module: nn.Module, rules: Rules) -> bool:
     """True if rules that a model of `transformers` brings do not say enough: they name no parameters that lie inside
     attention (a norm of heads), or experts that are not stacked in one module as ours."""
-    if type(module).__name__ in TABLES:
+    if table_of(module) is not None:
         return False
     kinds = {name: kind_of(name, rules) for name, _ in module.named_modules()}
     attentions = tuple(f"{name}." for name, kind in kinds.items() if kind == "attention")

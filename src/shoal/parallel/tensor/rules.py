@@ -141,11 +141,27 @@ def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
     """Returns the rules of `module`, with those `given` by the user behind them (see `check_rules` for their check);
     none where nothing is known of the model."""
     given = given or {}
-    own = TABLES.get(type(module).__name__)
+    own = table_of(module)
     known = own if own is not None else {} if unadapted(module) is not module else _of_transformers(module, given)
     # the last matching pattern counts, so those given come last
     found = {**{pattern: kind for pattern, kind in known.items() if pattern not in given}, **given}
     return found if any(matches(pattern, name) for pattern in found for name, _ in whole_model(module)) else {}
+
+
+def table_of(module: nn.Module) -> Rules | None:
+    """Returns the table of `module`; None for a model of another origin, whose class may have the name of one here."""
+    origin = type(module).__module__.partition(".")[0]
+    return TABLES.get(type(module).__name__) if origin in ("shoal", "transformers") else None
+
+
+def check_sequence(module: nn.Module, rules: Rules) -> None:
+    """Raises UserError for rules by which ranks have tokens of their own, and nothing deals these out."""
+    of_all, names = kind_of("", rules), [name for name, _ in whole_model(module)]
+    if of_all in ("sequence", "overlap") and all(kind_of(name, rules) != "vocabulary" for name in names):
+        raise UserError(
+            f'tensor_rules[""] = "{of_all}" gives each rank its own tokens from an embedding on that is "vocabulary", '
+            f'and no rule names one of {type(module).__name__}: name it, or give tensor_rules={{"": "whole"}}'
+        )
 
 
 def check_rules(module: nn.Module, given: Rules) -> None:
