@@ -47,6 +47,24 @@ class Three(nn.Module):
         return third(second(x))
 
 
+class Counting(nn.Module):
+    """The first block gives a number with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counted() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        x, total = first(x)
+        return second(x * total)[0]
+
+
+class Counted(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), float(x.detach().sum())
+
+
 def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
 
@@ -95,6 +113,18 @@ def test_a_loss_finds_layers_by_their_class_and_computes_with_no_weight() -> Non
     """It found none, and so no penalty."""
     with pytest.raises(UserError, match=r"computes with the parameter blocks.0.product.weight"):
         simulate_world(3, losses, with_weights, STAGES)
+
+
+def counted(world: Any) -> list[float]:
+    return losses_of(world, Counting, squares, rows(), {"pp": 2}, 8)
+
+
+def test_a_number_that_a_part_gives_other_stages_is_the_same_each_time() -> None:
+    """They had that of the first microbatch."""
+    with pytest.raises(
+        UserError, match=r"blocks.0 gives [-.\d]+, where of the first microbatch of these shapes it gave"
+    ):
+        simulate_world(2, counted)
 
 
 def test_what_is_set_on_a_stand_in_is_set_on_its_part() -> None:

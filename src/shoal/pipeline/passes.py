@@ -65,6 +65,13 @@ class Pass(Calls):
                         f"first microbatch of these shapes it gave {known}: {WITHIN}"
                     )
                 self.given[value] = leaf.clone() if value in self._own.changed or _is_kept(leaf, part) else leaf
+            elif given is not None and isinstance(leaf, bool | int | float | str):
+                first = given.leaves[place]
+                if first != leaf == leaf:  # NaN is unlike itself
+                    raise UserError(
+                        f"{self._split.units[unit].name} gives {leaf!r}, where of the first microbatch of these shapes "
+                        f"it gave {first!r}, which other stages have: let it give a tensor, which travels each time"
+                    )
         return result
 
     def elsewhere(self, unit: int) -> Any:
