@@ -141,6 +141,20 @@ def test_a_folder_of_images_trains_a_resnet_that_follows_from_it(quick, of, alon
 
 
 @pytest.mark.fast
+def test_images_of_16_bits_keep_their_levels(tmp_path):
+    (tmp_path / "one").mkdir()
+    levels = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4369
+    Image.fromarray(levels).save(tmp_path / "one" / "0.png")
+    for channels, size in ((1, None), (3, None), (1, 4)):
+        inputs = open_arrays(str(tmp_path), validation=0.0, seed=0, channels=channels, size=size).train[0]["inputs"]
+        expected = torch.arange(16).reshape(1, 4, 4).expand(channels, 4, 4) / 15
+        torch.testing.assert_close(inputs, expected, rtol=1e-6, atol=1e-6)
+    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "one" / "0.tiff")
+    with pytest.raises(UserError, match=r"0.tiff has numbers of 32 bits.*convert it to 8 or 16 bits, or give arrays"):
+        open_arrays(str(tmp_path), validation=0.0, seed=0).train[1]
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("shape", [(40, 8, 8, 3), (40, 3, 8, 8), (40, 8, 8)])
 def test_arrays_of_bytes_are_images(quick, of, alone, tmp_path, shape):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)

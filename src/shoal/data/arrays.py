@@ -82,8 +82,12 @@ class Folder:
         path, label = self.files[index]
         try:
             with Image.open(path) as file:
-                image = file.convert("L" if self.channels == 1 else "RGB")
-                pixels = np.asarray(image if self.size is None else image.resize((self.size, self.size)))
+                if file.mode in ("F", "I"):
+                    raise UserError(
+                        f"the image {path} has numbers of 32 bits, of which none says what is white: convert it to 8 "
+                        "or 16 bits, or give arrays (.npy)"
+                    )
+                pixels = _pixels(file, self.channels, self.size)
         except OSError as error:
             raise UserError(
                 f"the image {path} cannot be read: {error}. Repair it, or take it out of the folder"
@@ -92,6 +96,19 @@ class Folder:
             "inputs": as_inputs(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)),
             "labels": torch.tensor(label),
         }
+
+
+def _pixels(image: Any, channels: int, size: int | None) -> NDArray[Any]:
+    """Returns an image [H, W] or [H, W, channels], of bytes; of 16 bits, as numbers from 0 to 1."""
+    from PIL import Image
+
+    deep = image.mode.startswith("I;16")
+    if deep:  # which a conversion to bytes would cut off at 255
+        image = Image.fromarray(np.asarray(image, np.float32) / np.float32(65535))
+    else:
+        image = image.convert("L" if channels == 1 else "RGB")
+    pixels = np.asarray(image if size is None else image.resize((size, size)))
+    return np.repeat(pixels[..., None], channels, axis=2) if deep else pixels
 
 
 @dataclass(frozen=True)
