@@ -58,6 +58,29 @@ def test_what_is_frozen_for_some_steps_is_left_alone_in_them(size, plan, frozen)
 
 
 @pytest.mark.fast
+def test_what_learns_later_than_others_of_its_chunk():
+    """Chunks that are updated one by one share the state: as many parameters had some as this chunk has."""
+    plan = Plan(memory={"device": "1GiB", "chunk": 1000})
+    engine = Engine(teacher.student, regression, SGD, plan, global_batch=8, world=World.single("cpu"))
+    plain = teacher.student()
+    with engine.whole_weights():
+        plain.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
+    optimizer = SGD(plain.parameters())
+    for batch in engine.batches(teacher.data(), steps=4):
+        for module in (engine.module, plain):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(batch.step > 0 or name in ("0.bias", "4.bias"))
+        total, count = regression(plain, batch.load(batch.ids))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        engine.step(batch)
+    for name, value in engine.optimizer.masters().items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+    engine.close()
+
+
+@pytest.mark.fast
 def test_what_was_frozen_from_the_beginning_cannot_learn_later():
     """It would have had gradients that nobody took, without a word."""
 

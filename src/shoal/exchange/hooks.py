@@ -34,6 +34,15 @@ def is_hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or _after(parameter))
 
 
+def watch(parameter: nn.Parameter, arrived: Hook) -> RemovableHandle:
+    """Registers `arrived` on the accumulated gradient, also of a parameter that the caller's loop has frozen for now,
+    which torch refuses."""
+    learns = parameter.requires_grad
+    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
+    parameter.requires_grad_(learns)
+    return handle
+
+
 def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], axes: Sequence[Axis]) -> None:
     """Raises UserError if ranks along `axes` cannot show hooks of these parameters what they are to see."""
     for name in names:

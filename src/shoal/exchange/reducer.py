@@ -23,7 +23,7 @@ from shoal.chunks.exact import weights_of
 from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
-from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum
+from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum, watch
 from shoal.exchange.rows import add_rows, clear, keep, put, sum_rows
 
 _in_backward: set[int] = set()
@@ -68,7 +68,7 @@ class Reducer:
         }
         arrived = weakly(self._arrived)
         self._hooks = [
-            parameters[slot.name].register_post_accumulate_grad_hook(partial(arrived, index, slot))
+            watch(parameters[slot.name], partial(arrived, index, slot))
             for index, chunk in enumerate(self._chunks)
             for slot in chunk.slots
         ]

@@ -92,8 +92,8 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Begins the momentum of parameters that get their first gradient after others: torch's fused SGD takes it of all
     of them, or of none."""
-    state = optimizer.state
-    if len(state) == sum(len(group["params"]) for group in optimizer.param_groups):
+    state = optimizer.state  # of all chunks, where each has an optimizer of its own
+    if all(each in state for group in optimizer.param_groups for each in group["params"]):
         return
     for group in optimizer.param_groups:
         due = [each for each in group["params"] if each.grad is not None] if group["momentum"] else []
