@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -374,7 +375,28 @@ def test_training_inside_whole_weights_is_refused():
     engine = Engine(gpt, causal_lm, teacher.ADAMW, Plan(memory={}), global_batch=12, microbatch=4)
     with engine.whole_weights(), pytest.raises(UserError, match="Train outside"):
         engine.step(next(engine.batches(text(), steps=1)))
+    loop = engine.loop()
+    with engine.whole_weights(), pytest.raises(UserError, match="Train outside"):
+        loop(torch.zeros(1, 12, dtype=torch.int64))
     engine.close()
+
+
+def test_options_of_some_groups_are_theirs():
+    """The kernel for the host knows no amsgrad; torch's fused SGD no dampening, and its other one no scale."""
+
+    def run(optimizer, rule, memory) -> list[float]:
+        engine = Engine(
+            teacher.student, regression, optimizer, Plan(memory=memory), global_batch=16, param_groups=rule, clip=0.1
+        )
+        losses = [engine.step(batch).loss for batch in engine.batches(teacher.data(), steps=6)]
+        engine.close()
+        return losses
+
+    amsgrad = partial(torch.optim.AdamW, lr=0.05), lambda name, _: {"amsgrad": name[0] == "0", "betas": (0.5, 0.5)}
+    dampening = teacher.SGD, lambda name, _: {"momentum": 0.9, "dampening": 0.3 * (name[0] == "0")}
+    for optimizer, rule in (amsgrad, dampening):
+        memory = {"device": "1GiB", "chunk": 1000}
+        assert run(optimizer, rule, memory) == pytest.approx(run(optimizer, rule, None), rel=1e-5)
 
 
 def test_with_activations_on_the_host_a_smaller_budget_does(monkeypatch):

@@ -48,8 +48,8 @@ def on_host(
     optimizer: torch.optim.Optimizer, owned: Sequence[Buffer], parameters: Mapping[str, nn.Parameter]
 ) -> HostAdam | None:
     """Our own kernel for the host, where it does what torch's fused one would."""
-    one = one_of(optimizer)
-    if not is_fused(one) or not HostAdam.takes(one, owned):
+    groups_alike = all(is_fused(each) and HostAdam.takes(each, []) for each in every_one_of(optimizer))
+    if not groups_alike or not HostAdam.takes(one_of(optimizer), owned):
         return None
     return HostAdam(optimizer, parameters)
 
@@ -63,15 +63,21 @@ def with_own_options(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def one_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer, or the first of those that run chunk by chunk, which is like all of them."""
+    """Returns the optimizer, or the first of those that run chunk by chunk, which is like all of them but for the
+    options of their groups."""
     return optimizer.first if isinstance(optimizer, ChunkwiseOptimizer) else optimizer
+
+
+def every_one_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Returns the optimizer, or those that run chunk by chunk, each with the options of one group."""
+    return optimizer.every if isinstance(optimizer, ChunkwiseOptimizer) else [optimizer]
 
 
 def scales(optimizer: torch.optim.Optimizer, gradients: Iterable[Tensor]) -> bool:
     """Whether the optimizer divides `gradients` by a scale, and skips an update, as it goes. The scale is fp32."""
-    one = one_of(optimizer)
     fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
-    return fp32 and is_fused(one) and bool(getattr(one, "_step_supports_amp_scaling", False))
+    able = (is_fused(each) and getattr(each, "_step_supports_amp_scaling", False) for each in every_one_of(optimizer))
+    return fp32 and all(able)
 
 
 def beside_masters(owned: Iterable[Buffer], *values: Tensor | None) -> list[Tensor | None]:

@@ -53,8 +53,13 @@ class ChunkwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def first(self) -> torch.optim.Optimizer:
-        """Optimizer of the first chunk, which is like all of them."""
+        """Optimizer of the first chunk, which is like all of them but for its group's options."""
         return self._first
+
+    @property
+    def every(self) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers of all chunks; `first` where there are none."""
+        return self._inner or [self._first]
 
     def begin(self) -> None:
         """Begins a step with the options of now, whatever a schedule makes of them, or writes into them, before its
