@@ -399,6 +399,22 @@ def test_options_of_some_groups_are_theirs():
         assert run(optimizer, rule, memory) == pytest.approx(run(optimizer, rule, None), rel=1e-5)
 
 
+def test_weights_are_read_when_a_deferred_update_is_over(monkeypatch):
+    update = HostAdam.step
+
+    def step(self, chunk, *rest):
+        time.sleep(0.05)
+        update(self, chunk, *rest)
+
+    monkeypatch.setattr(HostAdam, "step", step)
+    plan = Plan(memory={"update": "deferred", "chunk": 1000})
+    engine = Engine(teacher.student, regression, teacher.ADAMW, plan, global_batch=16)
+    engine.step(next(engine.batches(teacher.data(), steps=1)))
+    seen = {name: value.clone() for name, value in engine.weights_on_first().items()}
+    assert all(torch.equal(seen[name], value) for name, value in engine.optimizer.masters().items())
+    engine.close()
+
+
 def test_with_activations_on_the_host_a_smaller_budget_does(monkeypatch):
     monkeypatch.setattr(saved, "WORTH", 256)
     least = smallest()

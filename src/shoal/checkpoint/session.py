@@ -269,8 +269,7 @@ class Session:
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as one model (see Engine.export)."""
         everyone = self.members.everyone
-        self.steps.flush()
-        self.state.optimizer.settle()
+        self._pause()
         with self.as_one():
             weights = self.whole_weights()
             failure = exported(self.state.module, weights, Path(directory)) if everyone.rank == 0 else None
@@ -280,6 +279,7 @@ class Session:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Returns all weights and persistent buffers by name, complete on the first rank."""
+        self._pause()
         members, layouts, module = self.members, self.role.layouts, self.state.module
         weights: dict[str, Tensor] = {}
         for chunk in self.state.chunks:  # masters on a disk are read as they lie there
