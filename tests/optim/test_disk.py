@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
@@ -148,6 +149,22 @@ def test_who_looks_at_masters_in_between_may_change_them(tmp_path):
         seen.append(before + losses(engine, 3))
         engine.close()
     assert seen[0] == seen[1]
+
+
+def test_a_state_that_was_loaded_is_seen_before_the_next_update(tmp_path):
+    """It was what lay on the disk, zeros in a new run."""
+    running = make(tmp_path / "a")
+    losses(running, 2)
+    state = running.optimizer.state_dict()
+    running.close()
+    other = make(tmp_path / "b")
+    other.optimizer.torch.load_state_dict(copy.deepcopy(state))
+    for _ in range(2):
+        for number, values in other.optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, state["state"][number][key]) for key, value in values.items())
+        other.save(tmp_path / "saved")
+        other.load(tmp_path / "saved")
+    other.close()
 
 
 def test_another_plan_or_model_recovers_nothing(tmp_path):

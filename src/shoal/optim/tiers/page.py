@@ -232,9 +232,11 @@ class Page:
         return value.untyped_storage()._cdata == self._nothing.untyped_storage()._cdata
 
     def seen(self) -> dict[tuple[str, str], Tensor]:
-        """State of its parameters by (name, key), not to be changed: where it lies, if need be on the disk."""
-        memory = self._lies_in()
-        return {(slot.name, key): slot.view(self.flat(key, memory)) for slot, key, _ in self._slots()}
+        """State of its parameters that is away, by (name, key), not to be changed: as it lies on the disk. What was
+        loaded since is where the optimizer has it."""
+        away = [(slot, key) for slot, key, value in self._slots() if self._is_away(value)]
+        memory = self._lies_in() if away else self._nothing
+        return {(slot.name, key): slot.view(self.flat(key, memory)) for slot, key in away}
 
     def read(self, data: Tensor) -> Tensor:
         """Masters where they lie, if need be on the disk."""
