@@ -604,3 +604,38 @@ def test_gradients_are_bf16_on_the_host_where_that_loses_nothing(memory):
     assert ours[3] == sum(2 * (value.numel() + -value.numel() % 32) for value in whole[2].values()), (
         "two bytes each, and padding"
     )
+
+
+def thirds(norms) -> dict[str, float]:
+    return dict.fromkeys(norms, 1 / 3)
+
+
+def kept_by_a_hook() -> torch.nn.Module:
+    model = teacher.student()
+
+    def less(parameter: torch.Tensor) -> None:
+        parameter.grad = parameter.grad / 3
+
+    model[0].weight.register_post_accumulate_grad_hook(less)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [(teacher.student, {"clip": thirds}), (teacher.student, {"keep_gradients": True}), (kept_by_a_hook, {})],
+    ids=["clip", "kept", "hook"],
+)
+def test_gradients_that_are_more_than_handed_on_are_not_rounded_to_bf16(model, more):
+    def run(memory) -> tuple:
+        plan = Plan(memory=memory)
+        engine = Engine(model, regression, teacher.ADAMW, plan, global_batch=16, precision="bf16", **more)
+        results = [engine.step(batch) for batch in engine.batches(teacher.data(), steps=4)]
+        masters = {name: value.detach().clone() for name, value in engine.optimizer.parameters.items()}
+        gradients = engine.gradients() if "keep_gradients" in more else {}
+        engine.close()
+        return [r.loss for r in results], masters, gradients
+
+    whole, ours = run(None), run({})
+    assert ours[0] == whole[0]
+    for mine, theirs in zip(ours[1:], whole[1:], strict=True):
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())

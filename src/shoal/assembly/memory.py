@@ -83,7 +83,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     exchange = with_variants(chosen, plan.exchange, local.apart, ranks.among)
     storage = Storage(plan, ranks.mesh, ranks.world, replicas, local.apart, ranks.stage, offload, local.tied)
     keeping, apart = storage.keeping(exchange, partial(needs_whole_parameters, optimizer, options, precision.master))
-    if offload is not None and recipe.clip_value is None:
+    if offload is not None and not _uses_gradients(local, recipe):
         once = recipe.global_batch <= microbatch
         precision = offload.narrow_gradients(local.module, precision, optimizer, options, once)
     maker = ChunkMaker(
@@ -123,3 +123,9 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     if not anywhere(local.axes, bool(memory.trainable)):
         raise UserError("the model has no parameter with requires_grad: there is nothing to train")
     return memory
+
+
+def _uses_gradients(local: Local, recipe: Recipe) -> bool:
+    """Whether gradients are changed on their way to the update, or kept, which bf16 would round."""
+    by_function = callable(recipe.clip) or recipe.clip_value is not None
+    return by_function or recipe.keep_gradients or bool(local.whole.hooked)
