@@ -639,3 +639,15 @@ def test_gradients_that_are_more_than_handed_on_are_not_rounded_to_bf16(model, m
     assert ours[0] == whole[0]
     for mine, theirs in zip(ours[1:], whole[1:], strict=True):
         assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def test_masters_that_are_changed_by_hand_reach_weights_that_a_step_leaves_alone():
+    engine = Engine(teacher.student, regression, teacher.ADAMW, Plan(memory={}), global_batch=16, precision="bf16")
+    engine.module[0].requires_grad_(False)
+    for batch in engine.batches(teacher.data(), steps=2):
+        with torch.no_grad():
+            engine.optimizer.parameters["0.weight"].mul_(2)
+        engine.step(batch)
+        with engine.whole_weights():
+            assert torch.equal(engine.parameters["0.weight"], engine.optimizer.masters()["0.weight"].bfloat16())
+    engine.close()

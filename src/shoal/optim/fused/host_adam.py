@@ -82,7 +82,8 @@ class HostAdam:
                 work.append(_work(tensors, arguments[step], group["decoupled_weight_decay"]))
             for calls in work:
                 _run(calls)
-        chunk.data_is_new = is_low and chunk.master_like is not chunk.data
+        is_whole = len(due) == sum(slot.numel > 0 for slot in chunk.slots)  # masters of others may be changed by hand
+        chunk.data_is_new = is_low and is_whole and chunk.master_like is not chunk.data
 
     def _state(self, slot: Slot) -> dict[str, Any]:
         """State of the optimizer of what this rank has of a parameter; zeros at first."""
