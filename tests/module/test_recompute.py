@@ -206,6 +206,80 @@ def test_a_second_forward_finds_all_as_the_first(option, dropout):
     )
 
 
+class _Late(nn.Module):
+    """Follows its own mean once it has run three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(teacher.INPUTS, teacher.INPUTS)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.ones(teacher.INPUTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x * self.mean).tanh()
+        if self.training:
+            self.count += 1
+            if self.count > 3:
+                self.mean = self.mean.lerp(y.detach().mean(0), 0.3)
+        return y
+
+
+class Later(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Late() for _ in range(2))
+        self.outward = nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x)
+
+
+def test_a_buffer_that_changes_only_later_is_found_as_it_was_too():
+    """The first forward has left it as it was: each of the later ones changed it twice."""
+    plain, again = (trained(Later, Plan(recompute=each)) for each in ("none", "full"))
+    assert again[:2] == plain[:2]
+    assert all(torch.equal(value, again[2][name]) for name, value in plain[2].items())
+
+
+class _Counts(nn.Module):
+    """Counts its forwards, and follows its mean, which it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(teacher.INPUTS, teacher.INPUTS)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(teacher.INPUTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh()
+        self.count += self.training
+        if self.training:
+            self.mean.lerp_(y.detach().mean(0), 0.3)
+        return y
+
+
+def counted(world: World, option: str) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+
+    def model() -> nn.Module:
+        return nn.Sequential(_Counts(), _Counts(), nn.Linear(teacher.INPUTS, teacher.OUTPUTS))
+
+    plan = Plan(dp=world.size, recompute=option)
+    engine = Engine(model, regression, teacher.ADAMW, plan, global_batch=8, microbatch=2, world=world)
+    for batch in engine.batches(teacher.data(), steps=3):
+        engine.step(batch)
+    engine.close()
+    return {name: value.clone() for name, value in engine.module.named_buffers()}
+
+
+def test_buffers_of_ranks_are_those_of_one_process_where_blocks_are_computed_again():
+    (alone,) = simulate_world(1, counted, "none")
+    for found in simulate_world(2, counted, "full"):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("option", ["full", "selective"])
 def test_a_graph_that_is_kept_gives_its_gradient_again(option):
     """As a backward in two halves asks for it: `selective` finds all that it has kept each time."""

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +185,7 @@ class _Block:
         self.module, self.flag, self.whole = module, False, True
         self._again = again
         self._own = vars(module).get("forward")  # a forward set on the instance, such as a compiled one
-        self._changing: set[str] | None = None  # names of buffers that a forward changes; None before the first
+        self._changing: set[str] | None = None  # names of buffers that forwards have changed; None before the first
 
     @property
     def kind(self) -> Hashable:
@@ -202,46 +202,50 @@ class _Block:
             if not self.flag or module is not self.module or not torch.is_grad_enabled() or in_functorch():
                 return run(*args)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
-            found = self._buffers(self._changing)
+            found = self._buffers()
             makers = [make(module) for make in self._again]
             both = first, _Anew([*makers, partial(self._as_found, found), second])
             output = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: both)
-            if self._changing is None:
-                self._changing = self._changed(found)
+            if found:
+                self._changing = self._changed(found) | (self._changing or set())
                 for name in found.keys() - self._changing:
                     del found[name]
             return output
 
         self.module.forward = MethodType(recomputed, self.module)
 
-    def _buffers(self, names: set[str] | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns (tensor, copy) for all buffers, or for those in `names`."""
-        return {
-            name: (buffer, buffer.clone())
-            for name, buffer in self.module.named_buffers()
-            if names is None or name in names
-        }
+    def _buffers(self) -> dict[str, _Found]:
+        """Returns what all buffers are now: any may be changed for the first time in any forward."""
+        return {name: _Found(each, each.clone(), each._version) for name, each in self.module.named_buffers()}
 
-    def _changed(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
-        """Returns the names of changed buffers, by value: a change by a kernel (BatchNorm) need not count as a
-        version."""
+    def _changed(self, found: Mapping[str, _Found]) -> set[str]:
+        """Returns the names of changed buffers: in the first forward by value, for a change by a kernel need not count
+        as a version, and BatchNorm's in any."""
         now = dict(self.module.named_buffers())
-        if any(isinstance(buffer, FakeTensor) for buffer in now.values()):  # a dry run, where nothing has values
-            return {name for name, (buffer, _) in found.items() if now.get(name) is not buffer} | self._statistics()
-        return {
+        by_value = self._changing is None and not any(isinstance(buffer, FakeTensor) for buffer in now.values())
+        changed = {
             name
-            for name, (buffer, copy) in found.items()
-            if now.get(name) is not buffer or not torch.equal(buffer, copy)
+            for name, (buffer, copy, version) in found.items()
+            if now.get(name) is not buffer or buffer._version != version or (by_value and not torch.equal(buffer, copy))
         }
+        return changed if by_value else changed | self._statistics()
 
     def _statistics(self) -> set[str]:
         """Returns the names of the buffers that BatchNorms change."""
         layers = [(name, each) for name, each in self.module.named_modules() if isinstance(each, _BatchNorm)]
         return {f"{name}.{key}".lstrip(".") for name, each in layers if each.training for key in each._buffers}
 
-    def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
+    def _as_found(self, found: Mapping[str, _Found]) -> AbstractContextManager[None]:
         """Gives buffers the values that the first forward found, inside the context."""
-        return buffers_replaced(self.module, {name: copy.clone() for name, (_, copy) in found.items()})
+        return buffers_replaced(self.module, {name: each.copy.clone() for name, each in found.items()})
+
+
+class _Found(NamedTuple):
+    """A buffer as a first forward found it: the tensor, a copy of its values, and its version."""
+
+    buffer: Tensor
+    copy: Tensor
+    version: int
 
 
 class _Anew(AbstractContextManager[None]):
