@@ -194,6 +194,20 @@ def test_threads_draw_each_for_themselves():
 
 
 @pytest.mark.fast
+def test_a_layer_that_drops_in_place_does():
+    """Of a layer whose result is not used there was nothing else to see."""
+    layers, randomness = nn.ModuleDict({"drop": nn.Dropout(0.5, inplace=True)}), Randomness(0, CPU)
+    randomness.take_over(layers)
+    randomness.begin(0, range(4))
+    inside, outside = torch.ones(4, 64), torch.ones(4, 64)
+    with keyed_functional(randomness):
+        assert layers["drop"](inside) is inside
+    layers["drop"](outside)
+    for dropped in (inside, outside):
+        assert 0.3 < float((dropped == 0).float().mean()) < 0.7 and dropped.max() == 2
+
+
+@pytest.mark.fast
 def test_dropout_inside_a_recurrent_kernel_is_refused_by_name():
     with pytest.raises(UserError, match=r"LSTM\(dropout=0.2\) in rnn draws inside its kernel"):
         Randomness(0, CPU).take_over(nn.ModuleDict({"rnn": nn.LSTM(4, 4, num_layers=2, dropout=0.2)}))

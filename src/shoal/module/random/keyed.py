@@ -235,13 +235,13 @@ class KeyedDropout(nn.Dropout):
         if not self.training or self.p == 0.0:
             return input
         if not self._randomness.active:  # outside a step: plain dropout
-            return torch_dropout(input, self.p)
+            return torch_dropout(input, self.p, True, self.inplace)
         call = self.calls % self.forward_calls if self.forward_calls else self.calls
         self.calls += 1
         while len(self._keys) <= call:
             self._keys.append(torch.tensor(name_key(f"{self._name}#{len(self._keys)}"), device=self._randomness.device))
-        key = self._keys[call]
-        return self._randomness.drop(input, self.p, key)
+        dropped = self._randomness.drop(input, self.p, self._keys[call])
+        return input.copy_(dropped) if self.inplace else dropped
 
 
 @cache
