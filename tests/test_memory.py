@@ -415,6 +415,21 @@ def test_weights_are_read_when_a_deferred_update_is_over(monkeypatch):
     engine.close()
 
 
+def test_an_evaluation_in_the_middle_of_a_step_of_a_loop():
+    def run(memory) -> list[float]:
+        engine = Engine(teacher.student, regression, teacher.SGD, Plan(memory=memory), global_batch=2, microbatch=1)
+        loop, losses = engine.loop(2), []
+        for sample in teacher.data(8):
+            loss = (loop(sample["inputs"][None]) - sample["targets"]).square().mean()
+            loop.backward(loss)
+            losses += [float(loss), engine.evaluate(teacher.data(5)).loss]
+            loop.step()
+        engine.close()
+        return losses
+
+    assert run({"chunk": 1000}) == pytest.approx(run(None), rel=1e-5)
+
+
 def test_with_activations_on_the_host_a_smaller_budget_does(monkeypatch):
     monkeypatch.setattr(saved, "WORTH", 256)
     least = smallest()

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.chunks import move
 from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import regression
+from shoal.plan import Plan
 from tests.beside import trains_as_plain
 
 
@@ -58,6 +60,40 @@ def test_views_of_parameters_are_of_those_that_are_trained(ready):
     engine = trains(Looks() if ready else Looks)
     data = [{"inputs": torch.ones(3) * i, "targets": torch.ones(3)} for i in range(4)]
     trains_as_plain(engine, Looks(), lambda plain: torch.optim.SGD(plain.parameters(), lr=0.1), data)
+
+
+class Taps(nn.Module):
+    """Has a view of its weight for a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("seen", self.inner.weight.detach()[1:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 0.5 * (x @ self.seen.T).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_buffer_that_is_a_view_of_a_parameter_stays_one(ready):
+    engine = trains(Taps() if ready else Taps)
+    data = [{"inputs": torch.ones(3) * i, "targets": torch.ones(3)} for i in range(4)]
+    trains_as_plain(engine, Taps(), lambda plain: torch.optim.SGD(plain.parameters(), lr=0.1), data)
+    with pytest.raises(UserError, match="the buffer seen is a view of a weight, which is in memory only while"):
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        Engine(Taps, regression, sgd, Plan(memory={}), global_batch=4, world=World.single("cpu"))
+
+
+@pytest.mark.parametrize("model", [Looks, Taps])
+def test_views_go_along_where_chunks_are_cut_anew(model):
+    engine = trains(model)
+    memory = engine._memory
+    move(engine.parameters, engine.optimizer.parameters, memory.chunks, memory.maker.make(memory.maker.cut(4)))
+    seen = engine.module.seen if model is Taps else engine.module.seen[0]
+    with torch.no_grad():
+        engine.module.inner.weight.fill_(7)
+    assert seen.eq(7).all() and seen.numel() in (6, 9)
+    engine.close()
 
 
 class Tail(nn.Module):
@@ -105,3 +141,26 @@ def test_a_module_goes_from_one_engine_to_the_next_with_its_hooks():
     fresh.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     seen.clear()
     assert steps(trains(first.module)) == steps(trains(fresh)) and len(seen) == 2
+
+
+def test_a_module_whose_weights_were_kept_elsewhere_is_copied_before_its_engine_is_closed():
+    """The next engine would have begun from NaN."""
+    sgd, plan = partial(torch.optim.SGD, lr=0.1), Plan(memory={})
+    data = [{"inputs": torch.ones(3) * i, "targets": torch.ones(3)} for i in range(4)]
+
+    def make(model: nn.Module) -> Engine:
+        return Engine(model, regression, sgd, plan, global_batch=4, world=World.single("cpu"))
+
+    first = make(Tail(nn.Linear(3, 3)))
+    with pytest.raises(UserError, match=r"copy\.deepcopy of the module, inside engine\.whole_weights\(\)"):
+        make(first.module)
+    with first.whole_weights():
+        fresh = copy.deepcopy(first.module)
+    (batch,) = first.batches(data, steps=1)
+    expected = first.step(batch).loss
+    first.close()
+    with pytest.raises(UserError, match=r"^encoder\.weight shows NaN: .* Copy the module before that"):
+        make(first.module)
+    second = make(fresh)
+    assert second.step(batch).loss == expected
+    second.close()

@@ -274,6 +274,56 @@ def test_weights_may_be_read_by_anybody(loss, recompute):
     )
 
 
+class _Position(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight[3:4]
+
+
+class Returns(nn.Module):
+    """Uses what a module has returned of its weight after others have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.inward = _Position(), nn.Linear(teacher.INPUTS, WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.outward = nn.Linear(WIDTH, teacher.OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        position = self.position()
+        return self.outward(self.layers(self.inward(x)) + position)
+
+
+def test_weights_that_a_module_returns_stay_for_its_caller():
+    passing, whole = (simulate_world(2, partial(train, chunk_bytes=600), zero, Returns) for zero in (3, 0))
+    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5)
+    assert passing[0][3] == pytest.approx(whole[0][3], rel=1e-5)
+
+
+class Keeps(nn.Module):
+    """Uses weights of others, and its own, out of a tuple, and a view of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.kept, self.seen = (self.inward.weight, [self.scale]), self.outward.weight.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.linear(x, self.kept[0]) * self.kept[1][0]
+        return self.outward(h) + 0.5 * h @ self.seen.T
+
+
+def test_weights_that_a_module_keeps_beside_its_parameters_come_too():
+    """They had no memory, or were what the weights had been at first."""
+    passing, whole = (simulate_world(2, partial(train, chunk_bytes=64), zero, Keeps) for zero in (3, 0))
+    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5)
+    assert passing[0][3] == pytest.approx(whole[0][3], rel=1e-5)
+
+
 def test_export_and_evaluation(tmp_path):
     from safetensors.torch import load_file
 

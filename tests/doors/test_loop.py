@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal import Engine, Plan, TrainingError, UserError, initialize_engine
 from shoal.comm import World
+from shoal.data import Batch
 from shoal.doors import Model
 from shoal.training.loop import callers_loss
 from tests.chunks.test_gather import Mixed
@@ -275,10 +276,14 @@ def test_an_engine_is_not_saved_in_the_middle_of_an_accumulation(tmp_path):
     """A run that goes on from there would lose the microbatches that came before."""
     engine = Engine(Net, callers_loss, partial(torch.optim.SGD, lr=0.1), global_batch=2, microbatch=1)
     loop = engine.loop(2)
+
+    def step(_) -> None:
+        engine.step(Batch(engine.step_index, 0, (0,), lambda ids: {}))
+
     for _ in range(2):
         loop.backward(loop(microbatch(0, 0, 0)))
         if loop.step() is None:
-            for between in (engine.save, engine.load):
+            for between in (engine.save, engine.load, step):
                 with pytest.raises(UserError, match=r"1 of 2 microbatches of step 0 are accumulated: do this after"):
                     between(tmp_path)
     engine.save(tmp_path)

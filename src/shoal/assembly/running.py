@@ -84,7 +84,7 @@ class Running(Changing):
         Raises TrainingError on a loss or gradient that is not finite; weights, optimizer and BatchNorm's statistics
         then are those of the step before.
         """
-        check_batch(batch, self.step_index)
+        check_batch(batch, self._between_steps().progress.step)
         result = self._trainer.runner.run(batch)
         self._stepped()
         return result

@@ -21,18 +21,34 @@ from shoal.precision import Precision
 
 _adopted: MutableMapping[Tensor, weakref.ref[Chunk]] = WeakTensorKeyDictionary()
 """The chunk of each parameter that is trained."""
+_seen: MutableMapping[Tensor, list[tuple[weakref.ref[Tensor], int]]] = WeakTensorKeyDictionary()
+"""The views that a module has of each parameter beside it, and at which element of it each begins."""
 Places = dict[int, list[tuple[Tensor, nn.Parameter]]]
 """The tensors that were built, with the parameters made of them, by the storage in which they lie."""
 
 
 def check_free(module: nn.Module) -> None:
-    """Raises UserError for a parameter that lies on chunks, and for which `let_go` has not been called since."""
+    """Raises UserError for a parameter that lies on chunks, and for which `let_go` has not been called since; and for
+    one whose values an engine kept elsewhere, that has been closed."""
     for name, built in module.named_parameters():
-        if (chunk_of := _adopted.get(built)) is not None and chunk_of() is not None:
+        if (chunk_of := _adopted.get(built)) is not None and (chunk := chunk_of()) is not None:
+            inside = ", inside engine.whole_weights()" if chunk.passes else ""
             raise UserError(
                 f"{name} is trained by another engine, which would go on with what the model no longer has: close that "
-                "engine first, or give this one a copy (copy.deepcopy of the module)"
+                f"engine first, or give this one a copy (copy.deepcopy of the module{inside})"
             )
+        if _is_blank(built):
+            raise UserError(
+                f"{name} shows NaN: the engine that has trained the model kept its weights in parts, or on the host, "
+                "and is closed. Copy the module before that (copy.deepcopy of it inside engine.whole_weights()), or "
+                "build it anew and load a checkpoint"
+            )
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Whether a tensor has one value for all its elements, which is not finite (see gather)."""
+    real = tensor.layout == torch.strided and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    return real and tensor.numel() > 1 and not any(tensor.stride()) and not bool(tensor.isfinite().any())
 
 
 def adopt(
@@ -71,8 +87,7 @@ def adopt(
                 _adopted[parameter] = weakref.ref(chunk)
                 _take_over_hooks(parameter, built)
                 adopted[id(built)] = by_name[name] = parameter
-                if not chunk.passes:
-                    places.setdefault(storage_of(built), []).append((built, parameter))
+                places.setdefault(storage_of(built), []).append((built, parameter))
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, adopted[id(built)])
         for chunk in chunks:
@@ -106,7 +121,8 @@ def move(
 ) -> None:
     """Moves the values of `old` chunks into `new` ones of the same parameters, cut otherwise.
 
-    The parameter objects stay: those of the module, and those over the masters that the optimizer updates.
+    The parameter objects stay: those of the module, with the views that it has of them, and those over the masters that
+    the optimizer updates.
     """
     before = {slot.name: slot.view(chunk.master) for chunk in old for slot in chunk.slots}
     for chunk in new:
@@ -114,8 +130,12 @@ def move(
             slot.view(chunk.master).copy_(before[slot.name])
         chunk.publish()
         for slot in chunk.slots:
-            parameters[slot.name].data = slot.view(chunk.data)
-            _adopted[parameters[slot.name]] = weakref.ref(chunk)
+            parameter = parameters[slot.name]
+            parameter.data = slot.view(chunk.data)
+            for reference, offset in _seen.get(parameter, ()):
+                if (seen := reference()) is not None:
+                    seen.data = _within(parameter, offset, seen)
+            _adopted[parameter] = weakref.ref(chunk)
             if slot.name in masters:
                 masters[slot.name].data = slot.view(chunk.master)
 
@@ -156,8 +176,11 @@ def _adopt_other_tensors(
             if buffer is not None:
                 dtype = precision.buffer_dtype(buffer, owner, name not in owner._non_persistent_buffers_set)
                 if (id(buffer), dtype) not in buffers:
-                    first = value(f"{prefix}.{name}".lstrip("."), buffer).to(device, dtype).contiguous()
-                    buffers[id(buffer), dtype] = first
+                    full = f"{prefix}.{name}".lstrip(".")
+                    made = _view_in_memory(full, buffer, places)
+                    if made is None:
+                        made = value(full, buffer).to(device, dtype).contiguous()
+                    buffers[id(buffer), dtype] = made
                 owner._buffers[name] = buffers[id(buffer), dtype]
         for name, attribute in list(vars(owner).items()):
             of_torch = name in ("_parameters", "_buffers", "_modules")
@@ -184,11 +207,42 @@ def _real(
     if id(tensor) in adopted:
         return adopted[id(tensor)]
     if (part := _part(tensor, places)) is not None:
-        parameter, offset = part
-        return parameter.detach().as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + offset)
+        return _view(*part, tensor)
     if any(tensor is each for each in adopted.values()):  # a module has followed its parameters by itself
         return tensor
     return value(name, tensor).to(device) if isinstance(tensor, FakeTensor) else tensor
+
+
+def _view(parameter: nn.Parameter, offset: int, like: Tensor) -> Tensor:
+    """Returns what is to the `parameter` as `like`, `offset` elements from its first, is to what was built; it has
+    memory when that has."""
+    chunk = _adopted[parameter]()
+    assert chunk is not None
+    if chunk.passes:
+        chunk.open()
+    view = _within(parameter, offset, like)
+    if chunk.passes:
+        chunk.let_go()
+    _seen.setdefault(parameter, []).append((weakref.ref(view), offset))
+    return view
+
+
+def _within(parameter: nn.Parameter, offset: int, like: Tensor) -> Tensor:
+    return parameter.detach().as_strided(like.shape, like.stride(), parameter.storage_offset() + offset)
+
+
+def _view_in_memory(name: str, buffer: Tensor, places: Places) -> Tensor | None:
+    """Returns the buffer `name` as a view of the parameter of which it was built as one; None where there is none.
+    Raises UserError for one that comes and goes, whose values a buffer has to have at all times."""
+    if (part := _part(buffer, places)) is None:
+        return None
+    chunk = _adopted[part[0]]()
+    if chunk is not None and chunk.passes:
+        raise UserError(
+            f"the buffer {name} is a view of a weight, which is in memory only while it is used (plan.zero = 3, "
+            "plan.memory): keep it as a plain attribute (self.x = weight.detach()), or a copy (.clone())"
+        )
+    return _view(*part, buffer)
 
 
 def _part(tensor: Tensor, places: Places) -> tuple[nn.Parameter, int] | None:

@@ -13,8 +13,7 @@ unnoticed.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from shoal.chunks.activations import Activations
 from shoal.chunks.activations_on_host import OnHost
+from shoal.chunks.asked import Asked, attributes
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.executor import Executor
 from shoal.chunks.saved import SavedTensors
@@ -65,6 +65,12 @@ class Gather:
         self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._index}
         self._needs: dict[nn.Module, set[str]] = {}
         self._show(False)
+        lies_in = {chunk.data.untyped_storage()._cdata: chunk.slots[0].name for chunk in chunks}
+
+        def whose(kept: Tensor) -> str:
+            """Names a parameter with which a tensor that a module keeps comes into memory; "" for none."""
+            return self._names.get(id(kept)) or lies_in.get(kept.untyped_storage()._cdata, "")
+
         closed = {id(inner) for outer in together for inner in outer.modules() if inner is not outer}
         for each in module.modules():
             if id(each) in closed:
@@ -72,11 +78,12 @@ class Gather:
             as_one = any(each is outer for outer in together) or isinstance(each, nn.RNNBase)
             needs = {self._names[id(p)] for p in each.parameters(recurse=as_one)} & self._index.keys()
             runs_alone = as_one or all(child is each for child in each.modules())
-            self._needs[each] = needs if runs_alone else set()
+            kept = {whose(leaf) for inner in (each.modules() if as_one else [each]) for leaf in attributes(inner)}
+            self._needs[each] = (needs if runs_alone else set()) | (kept & self._index.keys())
             each.register_forward_pre_hook(self._enter, prepend=True)
             each.register_forward_hook(self._leave, always_call=True)
             if not as_one:
-                each._parameters = _Asked(each._parameters, self._asked)
+                each._parameters = Asked(each._parameters, self._asked)
         for name, parameter in module.named_parameters():
             if name in self._index and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(weakly(self._came), name))
@@ -84,10 +91,10 @@ class Gather:
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
         """Context of a pass, the same each time for the same `kind`: all microbatches of a step, or an evaluation."""
-        if self._all_there:
-            if torch.is_grad_enabled():
-                raise UserError("a step inside engine.whole_weights(): it would not see what it updates. Train outside")
-            yield
+        if self._all_there and torch.is_grad_enabled():
+            raise inside_whole_weights()
+        if self._all_there or (self.executor.active and not torch.is_grad_enabled()):
+            yield  # in the middle of a step of the caller's loop it is a part of that
             return
         self.begin(kind)
         try:
@@ -124,11 +131,13 @@ class Gather:
         self._saved.forward_is_over()
 
     def begin(self, kind: Hashable) -> None:
-        """Begins a pass that is no block of code: forwards `watching` and backwards, until `end` or `abandon`."""
-        if not self._all_there:
-            self._show(True)
-            self._running.append(set())
-            self.executor.begin(kind)
+        """Begins a pass that is no block of code: forwards `watching` and backwards, until `end` or `abandon`. Raises
+        UserError inside `whole`."""
+        if self._all_there:
+            raise inside_whole_weights()
+        self._show(True)
+        self._running.append(set())
+        self.executor.begin(kind)
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context in which a graph is made: autograd keeps of weights only where they lie."""
@@ -221,9 +230,13 @@ class Gather:
             self._running.append(set())
             self._ask(self._needs.get(module, set()))
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, _: Any = None, __: Any = None, given: Any = None) -> None:
+        """Ends what `_enter` began; weights of which `given`, what the module returns, has views stay for its
+        caller."""
         if self.executor.active and len(self._running) > 1 and not self._is_aside:
-            self._running.pop()
+            ended = self._running.pop()
+            if ended:
+                self._running[-1] |= ended & self._saved.chunks_of(given)
 
     def _asked(self, parameter: Tensor) -> None:
         """Notes that a module's parameter was read."""
@@ -259,32 +272,9 @@ class Gather:
         self.executor.use(frozenset(indices).union(*self._running, self._until_gradients))
 
 
-class _Asked(dict[str, Any]):
-    """A module's parameters by name; calls `asked` with one that is read."""
-
-    def __init__(self, parameters: Mapping[str, Any], asked: Callable[[Tensor], None]) -> None:
-        super().__init__(parameters)
-        self._asked = asked
-
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return {name: copy.deepcopy(parameter, memo) for name, parameter in super().items()}
-
-    def _told(self, parameter: Any) -> Any:
-        if parameter is not None:
-            self._asked(parameter)
-        return parameter
-
-    def __getitem__(self, name: str) -> Any:
-        return self._told(super().__getitem__(name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._told(super().get(name, default)) if name in self else default
-
-    def values(self) -> Any:
-        return (self._told(parameter) for parameter in super().values())
-
-    def items(self) -> Any:
-        return ((name, self._told(parameter)) for name, parameter in super().items())
+def inside_whole_weights() -> UserError:
+    """Returns the error for a step where all weights are there already, as they were before it."""
+    return UserError("a step inside engine.whole_weights(): it would not see what it updates. Train outside")
 
 
 def _blank(parameter: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shoal.chunks.activations import Activations
 from shoal.chunks.activations_on_host import OnHost, Saved, check_unchanged
@@ -89,6 +90,13 @@ class SavedTensors:
         storage = chunk.data.untyped_storage()._cdata
         del self._weights[storage]
         self._always.add(storage)
+
+    def chunks_of(self, tree: Any) -> set[int]:
+        """Indices of the chunks in which the tensors in `tree` lie."""
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+        plain = [leaf for leaf in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(leaf)]
+        storages = (leaf.untyped_storage()._cdata for leaf in plain)
+        return {self._weights[each] for each in storages if each in self._weights}
 
     def _pack(self, tensor: Tensor) -> Tensor | _Kept | _Weight | Saved:
         plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
