@@ -545,6 +545,17 @@ def gradient_of_a_short_batch(world):
     return torch.func.grad(running.objective(next(iter(running.batches(vectors())))))(weights)["weight"]
 
 
+def test_an_objective_leaves_no_statistics_behind():
+    """A function of the parameters: ranks that had other microbatches had other statistics after it."""
+    model = lambda: nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 3))  # noqa: E731
+    running = Engine(model, regression, ADAMW, global_batch=8, microbatch=4)
+    before = {name: value.clone() for name, value in running.module.named_buffers()}
+    objective = running.objective(next(iter(running.batches(vectors()))))
+    weights = {name: value.detach() for name, value in running.parameters.items()}
+    assert torch.func.grad_and_value(objective)(weights)[1] == objective(weights)
+    assert all(torch.equal(value, before[name]) for name, value in running.module.named_buffers())
+
+
 def test_a_rank_without_a_microbatch_takes_part_in_derivatives():
     reference = run_ranks(gradient_of_a_short_batch, 1)[0]
     for ours in run_ranks(gradient_of_a_short_batch, 3):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal import Engine, Plan
 from shoal.comm import World
+from shoal.comm.simulation import simulate_world
 from shoal.training import evaluation
 from tests.pool import run_ranks
 
@@ -102,3 +103,35 @@ def _timed(world: World, plan: Plan) -> tuple[float, float]:
     wall = time.perf_counter() - started
     running.close()
     return result.seconds, wall
+
+
+class Seen(nn.Linear):
+    """Counts its forwards, in any mode."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.last = 0.5 * self.last + x.detach().mean(0)
+        return super().forward(x)
+
+
+def buffers_of_ranks(world: World) -> tuple[int, list[float]]:
+    plan = Plan(dp=world.size)
+    engine = Engine(Seen, square, SGD, plan, global_batch=4, microbatch=1, world=world)
+    for batch in engine.batches(SAMPLES, steps=3):
+        engine.step(batch)
+        engine.evaluate(SAMPLES[:5])
+    engine.close()
+    return int(engine.module.count), engine.module.last.tolist()
+
+
+def test_an_evaluation_leaves_buffers_as_they_are():
+    """Ranks of two have more or fewer of its microbatches, after which their buffers differed."""
+    (alone,) = simulate_world(1, buffers_of_ranks)
+    for count, last in simulate_world(2, buffers_of_ranks):
+        assert count == alone[0] == 12
+        assert last == pytest.approx(alone[1], rel=1e-5)

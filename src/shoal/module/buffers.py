@@ -49,6 +49,27 @@ def buffers_untouched(root: nn.Module) -> AbstractContextManager[None]:
     return buffers_replaced(root, {name: copies[id(buffer)] for name, buffer in places})
 
 
+@contextmanager
+def buffers_put_back(root: nn.Module) -> Iterator[None]:
+    """Gives the buffers of `root` the values that they have now, after the context. Tables, which are not persistent
+    and re-bound as they follow shapes, stay."""
+    before = [
+        (owner, name, buffer, buffer._version, buffer.clone())
+        for owner in root.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, version, values in before:
+            is_bound = owner._buffers[name] is buffer
+            if buffer._version != version:
+                buffer.copy_(values)
+            if not is_bound and name not in owner._non_persistent_buffers_set:
+                owner._buffers[name] = buffer
+
+
 class OtherBuffers:
     """The buffers of `root` outside BatchNorm.
 

@@ -16,6 +16,7 @@ from shoal.comm import Group
 from shoal.data.loader import Collate, stacked
 from shoal.device import keep_generators
 from shoal.errors import UserError
+from shoal.module.buffers import buffers_put_back
 from shoal.training.forward import Forward
 from shoal.training.local import Local
 from shoal.training.loss import Loss, Sums
@@ -64,7 +65,8 @@ def evaluate(
     measures: Sequence[Loss] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Evaluation:
-    """Gives the mean loss of the module in evaluation mode; all ranks of `group`, the replicas, call it.
+    """Gives the mean loss of the module in evaluation mode, and leaves its buffers as they are; all ranks of `group`,
+    the replicas, call it.
 
     What forwards draw is by the samples' places in the dataset, keyed or not as in a step, and the same each time.
     `accumulate`: runs microbatches, as in a step. `measures`: taken in the same pass, each returns (sum, count) as the
@@ -90,7 +92,12 @@ def evaluate(
 
     forward.module.eval()
     try:
-        with keep_generators([device]), forward.gather.step(("evaluate", len(runs))), forward.rows():
+        with (
+            keep_generators([device]),
+            buffers_put_back(forward.module),
+            forward.gather.step(("evaluate", len(runs))),
+            forward.rows(),
+        ):
             for done in accumulate.evaluate(runs, data.load, measured.measure, measured.add):
                 tell(done)
     finally:

@@ -39,7 +39,7 @@ class Objective:
             for ids, counts in with_idle(share.microbatches, number, batch.ids[:1]):
                 if forward.is_keyed:  # else it draws from torch's generators, which are the caller's
                     forward.randomness.begin(batch.step, ids)
-                with forward.keyed():
+                with forward.keyed(), forward.effects.of(counts=False):  # a function leaves nothing behind
                     sums = forward.sums(forward.load(batch, ids))
                 weight = float(counts)
                 total, count = total + weight * sums.total, count + weight * sums.count
