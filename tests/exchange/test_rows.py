@@ -13,6 +13,7 @@ from shoal import Engine, Plan
 from shoal.comm import Group
 from shoal.comm.emulate import simulate
 from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
 from shoal.exchange.rows import as_rows, row_by_row, sum_rows
 from tests.pool import run_ranks
 
@@ -119,6 +120,11 @@ def test_sparse_adam_gets_rows_and_leaves_the_others_alone(size):
     wanted = simulate_world(1, reference)[0]
     got = simulate_world(size, train, factory, partial(torch.optim.SparseAdam, lr=0.1))[0][2]["words.weight"]
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_sparse_adam_is_refused_where_each_parameter_has_one_owner():
+    with pytest.raises(UserError, match=r"to one owner: SparseAdam takes sparse gradients.*Take plan\.dp alone"):
+        Engine(Words, loss, partial(torch.optim.SparseAdam, lr=0.1), Plan(memory={}), global_batch=6)
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", "none"])

@@ -69,8 +69,9 @@ def coupled(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
         *(factory([{**options, "params": [each]}]) for each in alone),
     ]
     name = type(optimizers[0]).__name__
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        return f"{name} {NOT_ELEMENTWISE[torch.optim.LBFGS]}"
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        if isinstance(optimizers[0], kind):
+            return f"{name} {NOT_ELEMENTWISE[kind]}"
     for row in gradients:
         for parameters in (together, alone):
             for parameter, gradient in zip(parameters, row, strict=True):
