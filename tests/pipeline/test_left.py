@@ -133,6 +133,9 @@ def test_what_is_set_on_a_stand_in_is_set_on_its_part() -> None:
     stand_in.note = 3
     stand_in.eval()
     assert part.note == stand_in.note == 3 and not part[0].training and not stand_in.training
+    stand_in.hold("weight", nn.Parameter(torch.zeros(2)))
+    stand_in.weight = held = nn.Parameter(torch.ones(2))
+    assert dict(stand_in.named_parameters()) == {"weight": held} and not hasattr(part, "weight")
 
 
 def test_a_value_that_is_used_only_later_gives_no_wrong_loss() -> None:

@@ -152,7 +152,8 @@ class StandIn(nn.Module):
         return self.__dict__["_answer"](*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name in self.__dict__ or name.startswith("__")  # of any module, such as `training`
+        held = any(name in table for table in (self._parameters, self._buffers, self._modules))  # see `hold`
+        own = held or name in self.__dict__ or name.startswith("__")  # of any module, such as `training`
         super().__setattr__(name, value) if own else setattr(self.__dict__["_part"], name, value)
 
     def __getattr__(self, name: str) -> Any:
