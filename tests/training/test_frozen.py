@@ -58,14 +58,17 @@ def test_what_is_frozen_for_some_steps_is_left_alone_in_them(size, plan, frozen)
 
 
 @pytest.mark.fast
-def test_what_learns_later_than_others_of_its_chunk():
-    """Chunks that are updated one by one share the state: as many parameters had some as this chunk has."""
-    plan = Plan(memory={"device": "1GiB", "chunk": 1000})
-    engine = Engine(teacher.student, regression, SGD, plan, global_batch=8, world=World.single("cpu"))
+@pytest.mark.parametrize("memory", [None, {"device": "1GiB", "chunk": 1000}], ids=str)
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_what_learns_later_than_others_of_its_chunk(memory, dampening):
+    """Chunks that are updated one by one share the state: as many parameters had some as this chunk has. With a
+    dampening torch's fused SGD was to be left alone."""
+    sgd, plan = partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=dampening), Plan(memory=memory)
+    engine = Engine(teacher.student, regression, sgd, plan, global_batch=8, world=World.single("cpu"))
     plain = teacher.student()
     with engine.whole_weights():
         plain.load_state_dict({name: value.detach().clone() for name, value in engine.parameters.items()})
-    optimizer = SGD(plain.parameters())
+    optimizer = sgd(plain.parameters())
     for batch in engine.batches(teacher.data(), steps=4):
         for module in (engine.module, plain):
             for name, parameter in module.named_parameters():

@@ -66,7 +66,8 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
         takes_fused, chosen = False, {}
     if takes_fused and not {"fused", "foreach", "differentiable", "capturable"} & set(chosen):
         try:
-            fused = factory(groups, fused=True)  # type: ignore[call-arg]
+            own = [dict(group) for group in groups]  # torch writes the choice into them, and would keep it below
+            fused = factory(own, fused=True)  # type: ignore[call-arg]
         except (RuntimeError, ValueError, NotImplementedError):
             return factory(groups)  # this optimizer has no fused kernel for these dtypes or this device
         if type(fused) is torch.optim.SGD:
