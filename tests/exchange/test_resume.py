@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,17 @@ from tests.pool import run_ranks
 
 STOP, END = 7, 12
 RESUMABLE = [name for name in ALGORITHMS if name not in ("async_average")]  # its rounds depend on clocks; W = 2
+OPTIONS = {
+    "bytegrad_fed_back": {"name": "bytegrad", "codec": "u4", "error_feedback": True},
+    "between_meetings": {"name": "low_precision_decentralized", "every": 2},
+    "under_way": {"name": "diloco", "every": 6, "overlap": 4, "guard": 0.0},
+}
 
 
 def through(world, name: str, directory: str) -> list[float]:
     """Trains to END and saves at STOP on the way; the losses after it."""
     torch.set_num_threads(1)
-    running = engine(world, setting(name))
+    running = engine(world, option(name))
     losses = []
     for batch in running.batches(data(), steps=END):
         if batch.step == STOP:
@@ -34,14 +40,14 @@ def through(world, name: str, directory: str) -> list[float]:
 
 def resumed(world, name: str, directory: str) -> list[float]:
     torch.set_num_threads(1)
-    running = engine(world, setting(name))
+    running = engine(world, option(name))
     running.load(directory)
     losses = [running.step(batch).loss for batch in running.batches(data(), steps=END - STOP)]
     running.close()
     return losses
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", [*RESUMABLE, "between_meetings", "under_way"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     through_ = run_ranks(through, 2, name, str(tmp_path))
     assert run_ranks(resumed, 2, name, str(tmp_path)) == through_
@@ -59,7 +65,7 @@ def test_other_ranks_go_on_from_there(name, tmp_path):
 
 
 def option(name: str) -> dict:
-    return {"name": "bytegrad", "codec": "u4", "error_feedback": True} if name == "bytegrad_fed_back" else setting(name)
+    return OPTIONS.get(name) or setting(name)
 
 
 def describe(running) -> dict:
@@ -106,6 +112,52 @@ def load_with_warnings(world, name: str, directory: str) -> str:
         running.load(directory)
     running.close()
     return " ".join(str(warning.message) for warning in caught if "plan.exchange" in str(warning.message))
+
+
+LOCAL = {"name": "diloco", "every": 5, "outer_lr": 0.5, "outer_momentum": 0.0, "codec": "fp32", "guard": 0.0}
+
+
+def masters_after(world, exchange: Any, steps: int, directory: str) -> list[torch.Tensor]:
+    """All weights of this rank as they were read and after each of the steps, from a checkpoint of another exchange."""
+    torch.set_num_threads(1)
+    running = engine(world, exchange)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        running.load(directory)
+    seen = [torch.cat([chunk.master for chunk in running.parts.chunks])]
+    for batch in running.batches(data(), steps=steps):
+        running.step(batch)
+        seen.append(torch.cat([chunk.master for chunk in running.parts.chunks]))
+    running.close()
+    return seen
+
+
+def test_after_another_exchange_replicas_move_from_the_weights_that_were_read(tmp_path):
+    """DiLoCo's outer step goes half of the way from there to the mean; it went from the first weights of the model."""
+    run_ranks(through, 2, "allreduce", str(tmp_path))
+    ours, averaged = (
+        run_ranks(masters_after, 2, exchange, 3, str(tmp_path))[0]
+        for exchange in (LOCAL, {"name": "local_sgd", "every": 5})
+    )
+    torch.testing.assert_close(ours[3], (averaged[0] + averaged[3]) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_after_another_exchange_no_movement_arrives_that_was_never_taken(tmp_path):
+    """The fragment that would have started after step 5, two before the checkpoint, put replicas back where it was."""
+    run_ranks(through, 2, "allreduce", str(tmp_path))
+    ours, alone = (
+        run_ranks(masters_after, 2, exchange, 4, str(tmp_path))
+        for exchange in ({**LOCAL, "every": 6, "overlap": 4}, "none")
+    )
+    for one, other in zip(ours, alone, strict=True):
+        assert torch.equal(one[4], other[4])
+
+
+def test_after_another_exchange_no_gradient_is_late_yet(tmp_path):
+    """A delayed step without gradients moved Adam's weights by its momentum."""
+    run_ranks(through, 2, "allreduce", str(tmp_path))
+    before, first, second = run_ranks(masters_after, 2, "delayed", 2, str(tmp_path))[0]
+    assert torch.equal(before, first) and not torch.equal(first, second)
 
 
 def test_each_replica_s_own_state_is_saved_beside_their_mean(tmp_path):

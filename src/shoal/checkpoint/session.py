@@ -238,16 +238,13 @@ class Session:
 
     def _restore_exchange(self, source: Source, extra: Mapping[str, Any]) -> None:
         exchange = self.state.exchange
+        exchange.begin_anew()
         kept = {name: (part.tensors, part.on_resize) for name, part in exchange.state().items()}
         complete = exchange_state.restore_exchange(source, kept, self.role)
         if not extra.get("kept_of_mean"):
             from_older(exchange.state(), extra, not exchange.keeps_back)
-        if not complete and self.members.everyone.rank == 0:
-            warnings.warn(
-                f"{source.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut "
-                "otherwise: that starts anew",
-                stacklevel=4,
-            )
+        why = f"{source.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut otherwise"
+        self._warn([] if complete else [f"{why}: that starts anew"])
         exchange.restored()
 
     def _go_on(self, extra: Mapping[str, Any]) -> None:

@@ -224,6 +224,14 @@ class Algorithm:
         """Returns what a resumed run needs beside weights and optimizer, by name."""
         return {}
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Runs after weights and optimizer were read from a checkpoint, and before the tensors of `state` are, as far
+        as it has them: makes these what they are where the weights that were read are the first ones."""
+        for state in self.state().values():
+            for tensor in state.tensors.values():
+                tensor.zero_()
+
     def restored(self) -> None:
         """Runs after weights, optimizer and the tensors of `state` were read from a checkpoint, in place."""
 

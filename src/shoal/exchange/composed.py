@@ -56,6 +56,10 @@ class Composed(Algorithm):
         for part in self.parts:
             part.close()
 
+    def begin_anew(self) -> None:
+        for part in self.parts:
+            part.begin_anew()
+
     def restored(self) -> None:
         for part in self.parts:
             part.restored()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,12 +18,15 @@ from shoal.exchange.sends import Sends
 
 @dataclass
 class Delayed(Algorithm):
-    """Applies in step s the mean gradient of step s - `delay`; the first `delay` steps update nothing.
+    """Applies in step s the mean gradient of step s - `delay`; the first `delay` steps update nothing, also those after
+    another exchange.
 
     Takes a buffer of gradients for each step of delay.
     """
 
     delay: int = 1
+    _first: int | None = field(init=False, default=None, repr=False, compare=False)
+    """The step of the first gradients; None before a step."""
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(beside=True)
@@ -36,8 +39,14 @@ class Delayed(Algorithm):
         self._waiting = [[chunk.like_gradient() for chunk in replica.chunks] for _ in range(self.delay)]
         self.restored()
 
+    def begin(self, step: int) -> None:
+        """Finds out, before the first step here, whether a checkpoint has brought gradients that wait."""
+        if self._first is None:
+            there = any(bool(flat.any()) for flats in self._waiting for flat in flats)
+            self._first = 0 if there else step
+
     def holds(self, step: int) -> Holds:
-        return Holds.LATE if step >= self.delay else Holds.NOTHING
+        return Holds.LATE if step >= (self._first or 0) + self.delay else Holds.NOTHING
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         """Does nothing: gradients travel after backward, while the next steps compute."""
@@ -55,6 +64,10 @@ class Delayed(Algorithm):
         index = step % self.delay
         due, self._untouched[index] = self._untouched[index], untouched
         return untouched if due is None else due
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self._first = None
 
     def restored(self) -> None:
         # unknown (None) for gradients from a checkpoint or other chunks: taken as in the step in which they are applied

@@ -80,6 +80,7 @@ class DiLoCo(TrainsAlone):
         # what had been counted when each fragment last started
         self._until = [torch.zeros_like(self._counts) for _ in range(self.fragments)]
         self._usual = {str(fragment): torch.zeros(1) for fragment in range(self.fragments)}
+        self._started: set[int] = set()  # the fragments whose movement has been taken
 
     @torch.no_grad()
     def end(self, step: int) -> None:
@@ -87,11 +88,12 @@ class DiLoCo(TrainsAlone):
         if starting is not None:
             self.replica.lane.submit(partial(self._weigh, self._counts - self._until[starting]), "counts")
             self._until[starting].copy_(self._counts)
+            self._started.add(starting)
             for index in self._members(starting):
                 chunk, moved = self.replica.chunks[index], self._moved[index]
                 torch.sub(self._anchors[index], chunk.master, out=moved)
                 self.replica.lane.submit(partial(self._average, chunk, moved), f"movement {chunk.index}")
-        if arriving is not None:
+        if arriving is not None and arriving in self._started:
             self.replica.lane.wait()
             self._outer_step(arriving)
 
@@ -167,3 +169,15 @@ class DiLoCo(TrainsAlone):
                 {"all": self._counts, **{str(fragment): until for fragment, until in enumerate(self._until)}}, "mean"
             ),
         }
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Has replicas move from the weights that were read."""
+        super().begin_anew()
+        for chunk, anchor in zip(self.replica.chunks, self._anchors, strict=True):
+            anchor.copy_(chunk.master)
+
+    def restored(self) -> None:
+        moved = [float(flat.any()) for flat in self._moved]
+        fragments = range(self.fragments)
+        self._started = {each for each in fragments if self._of_the_model(sum(moved[each :: self.fragments])) > 0}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.codecs import codec
-from shoal.exchange.algorithm import USUAL_CHUNK, Replica, TrainsAlone
+from shoal.exchange.algorithm import USUAL_CHUNK, Replica, State, TrainsAlone, by_parameter
 from shoal.exchange.sends import CODED, Sends, coded
 from shoal.plan import Option
 
@@ -55,10 +55,18 @@ class LowPrecisionDecentralized(TrainsAlone):
             chunk.master.copy_(own)
             chunk.publish()
 
-    def restored(self) -> None:
-        """Sets w to x, as it is after a save, and gets the neighbours' weights from them."""
-        for chunk, own, left, right in zip(self.replica.chunks, self._own, self._of_left, self._of_right, strict=True):
+    def state(self) -> dict[str, State]:
+        return {"own": State(by_parameter(self.replica.chunks, self._own), "mean")}
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Sets w to x, as at the first step."""
+        for chunk, own in zip(self.replica.chunks, self._own, strict=True):
             own.copy_(chunk.master)
+
+    def restored(self) -> None:
+        """Gets the neighbours' weights, as they are known, from them."""
+        for chunk, own, left, right in zip(self.replica.chunks, self._own, self._of_left, self._of_right, strict=True):
             from_left, from_right = self._with_neighbours(own, f"weights {chunk.index}")
             left.copy_(from_left)
             right.copy_(from_right)

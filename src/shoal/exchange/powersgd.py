@@ -107,6 +107,13 @@ class PowerSGD(Algorithm):
         residual = by_parameter(self.replica.chunks, self._residual)
         return {"residual": State({name: residual[name] for name in self._q}, "split"), "q": State(self._q, "mean")}
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Forgets residuals. Any Q is one to start from, but that of zeros."""
+        self.begin(self._step)
+        for residual in self._residual:
+            residual.zero_()
+
     def _rank(self, slot: Slot) -> int:
         return min(self.rank, slot.shape[0], slot.numel // slot.shape[0])
 
