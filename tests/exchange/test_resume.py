@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.reader import tensor_names
+from shoal.comm.simulation import simulate_world
 from shoal.exchange.named import ALGORITHMS
 from tests.exchange.teacher import data, engine
 from tests.exchange.test_algorithms import setting
@@ -158,6 +159,26 @@ def test_after_another_exchange_no_gradient_is_late_yet(tmp_path):
     run_ranks(through, 2, "allreduce", str(tmp_path))
     before, first, second = run_ranks(masters_after, 2, "delayed", 2, str(tmp_path))[0]
     assert torch.equal(before, first) and not torch.equal(first, second)
+
+
+def variances(world) -> list[torch.Tensor]:
+    """Adam's variances with their bias correction, after each step from the warm-up's last one on."""
+    torch.set_num_threads(1)
+    running = engine(world, {"name": "qadam", "warmup": 3})
+    seen = []
+    for batch in running.batches(data(), steps=STOP):
+        running.step(batch)
+        states = running.optimizer.torch.state.values()
+        seen.append(torch.cat([(each["exp_avg_sq"] / (1 - 0.999 ** float(each["step"]))).flatten() for each in states]))
+    running.close()
+    return seen[2:]
+
+
+def test_another_exchange_goes_on_with_the_variance_that_was_frozen():
+    """Adam's own correction after 7 steps of a variance that was of the third would take 2.3 times as large steps."""
+    first, *others = simulate_world(2, variances)[0]
+    for each in others:
+        torch.testing.assert_close(each, first, rtol=1e-5, atol=0)
 
 
 def test_each_replica_s_own_state_is_saved_beside_their_mean(tmp_path):

@@ -1,11 +1,13 @@
 """Adam with compressed momentum: QAdam (Bagua, 8 bits) and 1-bit Adam (https://arxiv.org/abs/2102.02888).
 
-The first `warmup` steps are ordinary Adam on exact sums. Then the variance v is frozen, and with it its bias correction
-1 - b2^T (correcting a frozen v by a growing t would raise the learning rate silently), and each replica adds its own
+The first `warmup` steps are ordinary Adam on exact sums. Then the variance V = v / (1 - b2^T) is frozen, with its bias
+correction (correcting a frozen v by a growing t would raise the learning rate silently), and each replica adds its own
 gradient to the momentum:
 
     m_r = b1 m + (1 - b1) g_r;   m = mean over r of m_r, through the codec with error feedback
-    x <- x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps), with weight decay as the optimizer has it
+    x <- x - lr (m / (1 - b1^t)) / (sqrt(V) + eps), with weight decay as the optimizer has it
+
+The optimizer's state has v = V (1 - b2^t), as under Adam, which so goes on with V where another exchange does.
 
 An element that had no gradient in the warm-up, such as those of a word that had not come yet, has no variance: by 0 +
 eps its first gradient, or what the codec makes of none, would throw it away. The mean of its parameter stands for it.
@@ -64,7 +66,7 @@ class QAdam(Algorithm):
             raise UserError(f"plan.exchange: warmup = {self.warmup}: the variance needs at least one exact step")
         self._adam, self._codec = adam, codec(self.codec)
         self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
-        # T of each parameter; 0 while its variance is not frozen
+        # of each parameter the T by which its variance is corrected; 0 while that is not frozen
         self._frozen = {slot.name: torch.zeros(1) for chunk in replica.chunks for slot in chunk.slots}
 
     def holds(self, step: int) -> Holds:
@@ -135,7 +137,10 @@ class QAdam(Algorithm):
         state["exp_avg"].copy_(momentum)
         if options.get("decoupled_weight_decay") and options["weight_decay"]:
             parameter.mul_(1 - lr * options["weight_decay"])
-        corrected = 1 - beta2 ** float(self._frozen[name])
+        before, corrected = (1 - beta2 ** float(at) for at in (self._frozen[name], state["step"]))
+        if corrected > before * (1 + 1e-7):
+            state["exp_avg_sq"].mul_(corrected / before)
+            self._frozen[name].fill_(float(state["step"]))
         denominator = (state["exp_avg_sq"] / corrected).sqrt_().add_(options["eps"])
         parameter.addcdiv_(momentum, denominator, value=-lr / (1 - beta1 ** float(state["step"])))
 
