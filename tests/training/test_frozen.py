@@ -57,6 +57,27 @@ def test_what_is_frozen_for_some_steps_is_left_alone_in_them(size, plan, frozen)
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def frozen_under_an_outer_optimizer(world: World, codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first layer when it is frozen, two outer steps later, and after one more in which it learns again."""
+    torch.set_num_threads(1)
+    engine = teacher.engine(world, {"name": "diloco", "every": 2, "codec": codec, "guard": 0.0})
+    seen = []
+    for batch in engine.batches(teacher.data(), steps=10):
+        engine.module[0].requires_grad_(batch.step not in range(4, 8))
+        if batch.step in (4, 8):
+            seen.append(engine.parameters["0.weight"].detach().clone())
+        engine.step(batch)
+    seen.append(engine.parameters["0.weight"].detach().clone())
+    engine.close()
+    return seen[0], seen[1], seen[2]
+
+
+@pytest.mark.parametrize("codec", ["fp16", "u4"])
+def test_no_outer_momentum_moves_what_is_frozen(codec):
+    for frozen, still, again in simulate_world(2, frozen_under_an_outer_optimizer, codec):
+        assert torch.equal(frozen, still) and not torch.equal(still, again)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("memory", [None, {"device": "1GiB", "chunk": 1000}], ids=str)
 @pytest.mark.parametrize("dampening", [0.0, 0.3])

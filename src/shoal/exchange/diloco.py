@@ -116,9 +116,14 @@ class DiLoCo(TrainsAlone):
 
     def _average(self, chunk: Chunk, moved: Tensor) -> None:
         record_use(moved)  # it may be given up meanwhile
+        purpose = f"movement {chunk.index}"
+        anywhere = torch.stack([slot.view(moved).any() for slot in chunk.slots]).to(moved.dtype)
+        self._group.all_reduce(anywhere, "max", purpose=purpose)
         if self._part is not None:
             moved.mul_(self._part * self._group.size)
-        scatter_gather(moved, self._group, self._codec, f"movement {chunk.index}")
+        scatter_gather(moved, self._group, self._codec, purpose)
+        for slot, there in zip(chunk.slots, anywhere, strict=True):
+            slot.view(moved).mul_(there)  # what nobody has moved stays, however the codec rounds
         chunk.clear_padding(moved.div_(self._group.size))
 
     def _outer_step(self, fragment: int) -> None:
@@ -127,11 +132,15 @@ class DiLoCo(TrainsAlone):
         for index in members:
             chunk, anchor = self.replica.chunks[index], self._anchors[index]
             momentum, moved = self._momentum[index], self._moved[index]
+            still = [slot for slot in chunk.slots if not slot.view(moved).any()]  # frozen, say: no momentum moves it
+            kept = [(view, view.clone()) for slot in still for view in (slot.view(anchor), slot.view(momentum))]
             if runaway:
                 momentum.zero_()
                 anchor.sub_(moved)
             else:
                 self._outer.step(anchor, moved, {"momentum": momentum})
+            for view, before in kept:
+                view.copy_(before)
             chunk.master.lerp_(anchor, 1 - self.keep) if self.keep else chunk.master.copy_(anchor)
             chunk.publish()
 
