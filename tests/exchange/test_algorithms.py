@@ -130,6 +130,7 @@ def test_codec_and_error_feedback_are_parameters():
         ({"name": "hierarchical", "ranks_per_host": 2}, "hosts have 2, 1"),
         ({"name": "islands", "ranks": 2}, "islands of 2 ranks do not divide 3"),
         ({"name": "islands", "ranks": 1, "across": "fp16"}, "must let them train alone"),
+        ({"name": "islands", "ranks": 3, "across": "async_average"}, "its rounds begin by the clock"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(option, says):

@@ -59,6 +59,11 @@ class Islands(Composed):
                 f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must "
                 "let them train alone"
             )
+        if self.ranks > 1 and (why := self._across.of_whole_models) is not None:
+            raise UserError(
+                f"plan.exchange: across = {self.across!r} with islands of {self.ranks} ranks: {why}. Take one that "
+                'goes by steps, such as "local_sgd" or "diloco"'
+            )
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         share = passes = 0.0
