@@ -184,6 +184,44 @@ def test_gradients_travel_encoded(codec):
         torch.testing.assert_close(one, other, rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("lost", ["dropped", "refused", "of no count", "without gradients of some"])
+def test_what_encoding_has_left_waits_where_no_update_is_made(lost):
+    """After the first push comes one that changes nothing, and then zeros, with which goes what was left of the
+    first."""
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    with serve(Async(drop_above=0), codec="u4", optimizer=sgd) as server, client(server) as one, client(server) as two:
+        mine, theirs = model(), model()
+        before = [parameter.detach().clone() for parameter in mine.parameters()]
+
+        def push(worker, into, version, step: int | None = None, count: float = 1.0):
+            gradients(into, 0, step or 0)
+            for parameter in into.parameters() if step is None else ():
+                parameter.grad.zero_()
+            return worker.push(into, version, count)[0]
+
+        push(one, mine, one.pull(mine), 1)
+        wanted = [value - parameter.grad for value, parameter in zip(before, mine.parameters(), strict=True)]
+        version = one.pull(mine)
+        if lost == "dropped":
+            push(two, theirs, two.pull(theirs))
+            assert push(one, mine, version, 2).weight == 0
+        elif lost == "refused":
+            mine[0].weight.grad.fill_(torch.nan)
+            with pytest.raises(UserError, match="not finite"):
+                one.push(mine, version)
+        elif lost == "of no count":
+            push(one, mine, version, 2, count=0.0)
+        else:
+            mine[0].weight.grad = mine[0].bias.grad = None
+            mine[2].weight.grad, mine[2].bias.grad = torch.zeros(3, 7), torch.zeros(3)
+            one.push(mine, version)
+        for _ in range(8):
+            push(one, mine, one.pull(mine))
+        one.pull(mine)
+        for value, parameter in zip(wanted, mine.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=1e-5)
+
+
 def test_several_servers_share_the_parameters_and_compute_the_same():
     servers = [serve(Sync(2), options=Options(share=Share(index, 2))) for index in range(2)]
     try:

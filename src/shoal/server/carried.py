@@ -13,7 +13,7 @@ from shoal.server.layout import Layout
 
 class Carried:
     """The chunks of `layout`, on `device`: weights as they come, gradients as they go, encoded where there is a codec.
-    What encoding loses goes with the next gradient.
+    What encoding loses goes with the next gradient of which an update is made.
 
     weights: also what the server has of BatchNorm's statistics, which are on the CPU.
     shapes: of the parameters, by name.
@@ -26,6 +26,7 @@ class Carried:
         self._take(device)
         if not layout.codec.lossless:
             self._codecs = [ErrorFeedback(layout.codec, each.numel, device) for each in layout.trained]
+        self._before = [codec.residual.clone() for codec in self._codecs]
 
     def move(self, device: torch.device) -> None:
         """Goes on with memory on another device, between two requests."""
@@ -33,6 +34,7 @@ class Carried:
             self._take(device)
             for codec in self._codecs:
                 codec.residual = codec.residual.to(device)
+            self._before = [each.to(device) for each in self._before]
 
     def put(self, parameters: Mapping[str, Tensor]) -> None:
         """Copies the weights that have come into `parameters`."""
@@ -54,9 +56,21 @@ class Carried:
                     slot.view(flat).copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
         if not self._codecs:
             return untouched, self._gradients
-        for codec, flat, encoded in zip(self._codecs, self._gradients, self._encoded, strict=True):
-            codec.encode(flat, encoded)
+        left_alone = set(untouched)
+        for index, stretch in enumerate(self.layout.trained):
+            codec, before = self._codecs[index], self._before[index].copy_(self._codecs[index].residual)
+            waits = [slot for slot in stretch.slots if slot.name in left_alone]  # nothing may be applied of these
+            for slot in waits:
+                slot.view(codec.residual).zero_()
+            codec.encode(self._gradients[index], self._encoded[index])
+            for slot in waits:
+                slot.view(codec.residual).copy_(slot.view(before))
         return untouched, self._encoded
+
+    def take_back(self) -> None:
+        """Keeps what it kept before the last call of `gather`: no update is made of that."""
+        for codec, before in zip(self._codecs, self._before, strict=True):
+            codec.residual.copy_(before)
 
     def _take(self, device: torch.device) -> None:
         layout, codec = self.layout, self.layout.codec

@@ -140,7 +140,10 @@ class Client:
         followers: they get theirs before it decides."""
         of, (first, *others) = self._dealt(rows or {}), self._links
         self._each(lambda link: link.push(gradients, version, About(about.count), rows=of[link]), gradients, others)
-        return first.push(gradients, version, about, term, of[first])
+        taken = first.push(gradients, version, about, term, of[first])
+        for link in others if not taken.weight else ():
+            link.take_back()
+        return taken
 
     def _dealt(self, rows: Mapping[str, Pushed]) -> dict[Link, list[Tensor]]:
         """Returns what each server gets of all joined tables, in their order."""
@@ -189,18 +192,16 @@ class Client:
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: Version) -> list[Taken]:
         """Brings gradients [..., width] of `rows` [...]; those of a repeated row are summed."""
         places, form = self._table(table)
-        width = form.width
         _check_numbers(rows, "push_rows")
-        if gradients.shape != (*rows.shape, width):
+        if gradients.shape != (*rows.shape, form.width):
             raise UserError(
-                f"push_rows: gradients {tuple(gradients.shape)} for rows {tuple(rows.shape)} of width {width}: give "
-                f"{(*rows.shape, width)}"
+                f"push_rows: gradients {tuple(gradients.shape)} for rows {tuple(rows.shape)} of width {form.width}: "
+                f"give {(*rows.shape, form.width)}"
             )
         device, given = self._device, self._versions(version)
-        flat = gradients.to(device).float().reshape(-1, width)
+        flat = gradients.to(device).float().reshape(-1, form.width)
         once, total = summed(rows.to(device, torch.int64).reshape(-1), flat)
-        numbers = once.cpu()
-        _check_rows(numbers, places.count, table)
+        _check_rows(numbers := once.cpu(), places.count, table)
         if len(self._links) == 1:
             return [self._links[0].push_rows(table, numbers, total, given[self._links[0]])]
         chosen = self._chosen(numbers, places)

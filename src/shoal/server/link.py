@@ -160,7 +160,19 @@ class Link:
         untouched, raw = self._carried.gather(gradients)
         if self.statistics is not None:
             raw = [*raw, torch.zeros_like(self.statistics) if term is None else term]
-        return self._push(WEIGHTS, version, untouched, about, *raw, *rows)
+        try:
+            taken = self._push(WEIGHTS, version, untouched, about, *raw, *rows)
+        except UserError:  # refused
+            self._carried.take_back()
+            raise
+        if not (taken.weight and about.count):
+            self._carried.take_back()
+        return taken
+
+    def take_back(self) -> None:
+        """Notes that no update is made of the last push, after all."""
+        if self._carried is not None:
+            self._carried.take_back()
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[int, Tensor]:
         """Returns version and values of rows that this server has, whose numbers are on the CPU."""
