@@ -21,6 +21,8 @@ from shoal.federated.local import LocalTraining
 from shoal.federated.mesh import MeshClient
 from shoal.federated.recipe import Recipe
 from shoal.federated.schedule import Task
+from shoal.models import classification
+from shoal.models.losses import IGNORED
 from shoal.plan import Plan
 from tests.federated.common import CLASSES, INPUTS, clients, recipe
 from tests.pool import RankError, run_ranks
@@ -148,6 +150,24 @@ def test_any_optimizer_begins_anew(optimizer):
 @pytest.mark.parametrize("plan", ["dp", pytest.param("zero3", marks=pytest.mark.matrix)])
 def test_statistics_of_batches_are_those_of_one_process_and_counts_begin_anew(plan):
     check(plain(Normed), PLANS[plan], 0.1, sync_bn=True, microbatch=4)
+
+
+def light(model, mb):
+    total, count = classification(model, mb)
+    return total / 128, count / 128
+
+
+def test_losses_are_those_of_counts_that_are_no_whole_numbers():
+    check(plain(loss=light, measure=None), PLANS["dp"])
+
+
+def test_batches_that_count_nothing_have_no_loss_and_move_nothing():
+    given, own = plain(), clients(4).only(CLIENT)
+    own.train.tensors["labels"].fill_(IGNORED)
+    start = LocalTraining(given, clients(4), 1, 0.0, CPU).start()
+    with MeshClient(engine_of(given, Plan(), World.single()), given, own, CLIENT) as mesh:
+        done = mesh.train(start, 1, 2)
+    assert (done.losses, done.counts, done.steps) == (0.0, 0.0, 2) and torch.equal(done.weights, start)
 
 
 @pytest.mark.matrix

@@ -96,6 +96,59 @@ def test_statistics_of_batch_norm_are_averaged_one_client_after_the_other():
     assert sim.evaluate().accuracy > 0.2
 
 
+class Partly(nn.Module):
+    """Has a layer that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.last = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, 3)
+
+    def forward(self, x):
+        return self.last(x)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_parameters_that_no_gradient_reaches_do_not_decay(together, monkeypatch):
+    if not together:
+        monkeypatch.setattr("shoal.federated.together.MOST_BYTES", 1)
+    settings = Federated(clients=3, strategy={"name": "fedprox", "mu": 0.5}, local_steps=3)
+    sim = simulation(settings, recipe(torch.optim.AdamW, model=Partly, clip=0.3))
+    assert (sim.why == "") is together
+    before = sim.state_dict()
+    sim.round()
+    now = sim.state_dict()
+    assert torch.equal(now["unused.weight"], before["unused.weight"])
+    assert not torch.equal(now["last.weight"], before["last.weight"])
+
+
+def test_statistics_of_results_from_older_weights_stay_possible():
+    """A variance of now, less by how much that of an older version has moved, was below 0, and evaluations NaN."""
+    sim = simulation(Federated(clients=6, buffer=1, speeds=1.0, local_steps=20), recipe(model=Normed))
+    stale = 0
+    for _ in range(10):
+        stale = max(stale, *sim.round().round.stale)
+        assert sim.state_dict()["norm.running_var"].min() > 0
+    assert stale > 2
+
+
+def light(model, mb):
+    total, count = classification(model, mb)
+    return total / 128, count / 128
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_batch_may_count_less_than_one(together, monkeypatch):
+    """Weights of samples that are all smaller change nothing."""
+    if not together:
+        monkeypatch.setattr("shoal.federated.together.MOST_BYTES", 1)
+    ends = []
+    for loss in (classification, light):
+        sim = simulation(Federated(clients=3, local_steps=3), recipe(loss=loss))
+        sim.round()
+        ends.append(sim.weights)
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -203,7 +203,9 @@ class MeshClient:
                 break
             batch = Batch(engine.step_index, 0, tuple((self._number << 32) + each for each in ids), self._load)
             result = engine.step(batch)
-            losses, counts, made = losses + result.loss * result.tokens, counts + result.tokens, made + 1
+            made += 1
+            if result.count:
+                losses, counts = losses + result.loss * result.count, counts + result.count
         return Done(self._whole(), losses, counts, made)
 
     def _load(self, ids: Sequence[int]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.federated.flat import Flat
-from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, limited, norm_of
+from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, limited, mean_of, norm_of
 from shoal.federated.together import WithLoss
 
 
@@ -49,16 +49,16 @@ class OneByOne:
         counts = torch.zeros_like(losses)
         for batch in rows.to(self._now.device):
             total, count, auxiliary = self._loss({key: values[batch] for key, values in self._tensors.items()})
-            gradients = list(
-                torch.autograd.grad(total / count.clamp(min=1) + auxiliary, parameters, materialize_grads=True)
-            )
+            gradients: tuple[Tensor | None, ...]
+            gradients = torch.autograd.grad(mean_of(total, count) + auxiliary, parameters, allow_unused=True)
             with torch.no_grad():
                 if self._mu:
                     for gradient, parameter, anchor in zip(gradients, parameters, anchors, strict=True):
-                        gradient.add_(parameter - anchor, alpha=self._mu)
+                        if gradient is not None:
+                            gradient.add_(parameter - anchor, alpha=self._mu)
                 if self._recipe.clip:
                     factor_ = limited(norm_of(gradients), self._recipe.clip)
-                    gradients = [gradient * factor_ for gradient in gradients]
+                    gradients = tuple(each if each is None else each * factor_ for each in gradients)
                 self._optimizer.step(gradients)
                 losses += total.detach()
                 counts += count

@@ -86,10 +86,11 @@ class LocalOptimizer:
         for group, rate in zip(self._torch.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
 
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        """Updates the tensors with these gradients."""
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Updates the tensors with these gradients; those of None are left alone, as torch's optimizers leave them."""
         if self._plain:  # the same numbers, without the half of a small step that torch's optimizer takes to begin
-            torch._foreach_add_(self._values, list(gradients), alpha=-self._torch.param_groups[0]["lr"])
+            values = [value for value, each in zip(self._values, gradients, strict=True) if each is not None]
+            torch._foreach_add_(values, present(gradients), alpha=-self._torch.param_groups[0]["lr"])
             return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -108,14 +109,24 @@ def is_elementwise(recipe: Recipe) -> str:
     return "" if type(optimizer).__module__.startswith("torch.optim") else "its optimizer is not one of torch's"
 
 
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Returns the mean loss; 0 where nothing counts. Samples with weights may count less than 1 together."""
+    return total / count.clamp(min=1e-12)
+
+
 def limited(norm: Tensor, clip: float | None) -> Tensor:
     """Returns the factor that brings gradients of `norm` to `clip` at most, as the engine does."""
     return (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
 
 
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+def norm_of(gradients: Sequence[Tensor | None]) -> Tensor:
     """Returns the norm of all gradients together."""
-    return torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    return torch.stack([gradient.square().sum() for gradient in present(gradients)]).sum().sqrt()
+
+
+def present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns those that there are."""
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def rate_of(name: str, rounds: int, warmup: int, floor: float) -> Callable[[int], float]:

@@ -147,7 +147,10 @@ class Simulation:
             if len(bases) == 1
             else torch.stack([self.versions[task.base] for task in group])
         )
-        return self.local.train(group, starts, self.recipe.rate(self.number))
+        found = self.local.train(group, starts, self.recipe.rate(self.number))
+        # buffers are no sum of movements: a variance of the newest version less one of an older may be below 0
+        found.moved[:, self.flat.weights :] += (self.weights - starts)[..., self.flat.weights :]
+        return found
 
     def _weights_of(self, group: list[Task]) -> Tensor:
         device = self.weights.device

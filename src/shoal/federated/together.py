@@ -18,7 +18,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.fx import Graph, Node
 
 from shoal.federated.flat import Flat
-from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, is_elementwise, limited, norm_of
+from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, is_elementwise, limited, mean_of, norm_of
 
 MOST = 32
 """Clients that train at once, at most."""
@@ -58,7 +58,10 @@ class Together:
         self._weights = flat.views(self._stack)[: len(named)]
         self._optimizer = LocalOptimizer(recipe, named, self._weights)
         self._mu, self._anchors = mu, flat.views(self._start)[: len(named)]
-        self._step = self._traced(WithLoss(module, recipe.loss), ["module." + name for name, _ in named])
+        whole = WithLoss(module, recipe.loss)
+        self._step = self._traced(whole, ["module." + name for name, _ in named])
+        first = {key: values[: recipe.batch] for key, values in tensors.items()}
+        self._reached = reached(whole, first, [each for _, each in named])
 
     def _traced(self, module: nn.Module, names: Sequence[str]) -> Callable[..., Any]:
         """Returns a step of all clients as the operations that it comes to."""
@@ -66,7 +69,7 @@ class Together:
 
         def objective(parameters: list[Tensor], mb: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             total, count, auxiliary = functional_call(module, dict(zip(names, parameters, strict=True)), (mb,))
-            return total / count.clamp(min=1) + auxiliary, (total, count.to(total.dtype))
+            return mean_of(total, count) + auxiliary, (total, count.to(total.dtype))
 
         count_of, keys = len(names), list(self._tensors)
 
@@ -125,12 +128,20 @@ class Together:
                 working -= 1
                 ended[working] = self._stack[working].clone()
             *gradients, total, count = self._step(*self._weights, *self._anchors, *self._batch(by_step[step]))
-            self._optimizer.step(gradients)
+            pairs = zip(gradients, self._reached, strict=True)
+            self._optimizer.step([each if there else None for each, there in pairs])
             losses[:working] += total[:working]
             counts[:working] += count[:working]
         for client, weights in ended.items():
             self._stack[client] = weights
         return Trained(self._start[:n] - self._stack[:n], losses[:n], counts[:n])
+
+
+def reached(module: nn.Module, mb: Mapping[str, Tensor], parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Returns which parameters a loss has gradients of."""
+    total, _, auxiliary = module(mb)
+    gradients = torch.autograd.grad(total + auxiliary, parameters, allow_unused=True)
+    return [gradient is not None for gradient in gradients]
 
 
 def without_repeats(graph: Graph) -> None:
