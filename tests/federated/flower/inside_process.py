@@ -20,6 +20,7 @@ from shoal.federated.simulation import Simulation
 from shoal.federated.state import load_state, save_state
 from shoal.federated.strategies import OF_FLOWER, STRATEGIES
 from tests.federated.common import clients, recipe
+from tests.federated.test_simulation import Normed
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict  # isort: skip
 from flwr.clientapp import ClientApp  # isort: skip
@@ -45,6 +46,19 @@ def test_flower_s_rounds_are_those_of_the_core(strategy):
         own, other = ours.round(), theirs.round()
         assert own.round == other.round and own.samples == other.samples
         torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("strategy", "rounds"), [("fedavgm", 4), ("fedadam", 1), ("fedyogi", 1)])
+def test_statistics_are_means_whatever_optimizer_the_server_has(strategy, rounds):
+    """Momentum brought variances below 0."""
+    settings, given = Federated(clients=6, strategy=strategy, local_steps=10), recipe(model=Normed)
+    ours = Simulation(given, clients(6), replace(settings, strategy="fedavgm"))
+    theirs = FlowerSimulation(given, clients(6), settings)
+    for _ in range(rounds):
+        ours.round()
+        theirs.round()
+    buffers = slice(ours.flat.weights, None)
+    torch.testing.assert_close(ours.weights[buffers], theirs.weights[buffers], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fedadam", "fedyogi", "fedadagrad", "fedmedian", "fedtrimmedavg"])
@@ -137,6 +151,19 @@ def test_an_update_of_fedbuff_by_hand():
     asked = Message(RecordDict({}), 2, "train")
     found = strategy._updated(3, [(reply_of(asked, [8.0], 3), 3), (reply_of(asked, [3.0], 1), 0)])
     assert found["w"].numpy() == pytest.approx([10 - (3 * 2 + 1 * 0.5 * 1) / 4])
+
+
+def test_statistics_in_an_update_of_fedbuff_by_hand():
+    """Behind one weight a variance of 0.25 now, and of 1 before: it goes to those of the results from where it is."""
+    strategy = FedBuff(buffer=2, at_once=2, lr=0.5)
+    strategy.weights = 1
+    before = ((0, [4.0, 1.0]), (3, [10.0, 0.25]))
+    strategy._versions = {number: ArrayRecord({"w": private.Array(np.array(values))}) for number, values in before}
+    private.begin_run()
+    asked = Message(RecordDict({}), 2, "train")
+    found = strategy._updated(3, [(reply_of(asked, [8.0, 0.5], 3), 3), (reply_of(asked, [3.0, 0.05], 1), 0)])
+    wanted = [10 - 0.5 * (3 * 2 + 1 * 0.5 * 1) / 4, 0.25 - (3 * (0.25 - 0.5) + 1 * 0.5 * (0.25 - 0.05)) / 4]
+    assert found["w"].numpy() == pytest.approx(wanted)
 
 
 def test_results_that_come_together_are_shared_out_among_updates():

@@ -35,6 +35,10 @@ class FedBuff(FedAvg):
     A result that is s updates old counts 1 / sqrt(1 + s) times; `most_stale` drops older ones, None drops none. `lr`:
     of the update. A client that fails, or does not answer for `timeout` seconds, makes room for another one.
 
+    weights: of a model that is one array, how many of its numbers are weights. The others are buffers, such as
+    BatchNorm's statistics, and go to the mean of the results', whatever these began from: a variance of the newest
+    weights less one of older may be below 0. None: all are.
+
     Of the last update: `asked`, how many clients were asked; `stale`, how many results were so many updates old;
     `lost`, those that failed or were too old; `replies`, the results.
     """
@@ -42,6 +46,7 @@ class FedBuff(FedAvg):
     def __init__(self, buffer: int, at_once: int, most_stale: int | None = None, lr: float = 1.0) -> None:
         super().__init__(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
         self.buffer, self.at_once, self.most_stale, self.lr = buffer, at_once, most_stale, lr
+        self.weights: int | None = None
         self.stale: Counter[int] = Counter()
         self.lost = self.asked = 0
         self.replies: list[Message] = []
@@ -120,7 +125,7 @@ class FedBuff(FedAvg):
     def _updated(self, version: int, gathered: list[tuple[Message, int]]) -> ArrayRecord:
         """Returns the next weights: the newest, less the mean movement of the results."""
         moved: dict[str, NDArray[np.float64]] = {}
-        weight = 0.0
+        weight, now = 0.0, self._versions[version]
         for reply, base in gathered:
             (arrays,) = reply.content.array_records.values()
             (metrics,) = reply.content.metric_records.values()
@@ -128,11 +133,15 @@ class FedBuff(FedAvg):
             weight += own
             for name, before in self._versions[base].items():
                 step = (before.numpy() - arrays[name].numpy()).astype(np.float64)
+                if self.weights is not None:
+                    step[self.weights :] = (now[name].numpy() - arrays[name].numpy())[self.weights :]
                 moved[name] = moved.get(name, 0.0) + own * (1 + version - base) ** -0.5 * step
-        now = self._versions[version]
         return ArrayRecord(
             {
-                name: Array((each.numpy() - self.lr * moved[name] / weight).astype(each.numpy().dtype))
+                name: Array((each.numpy() - self._rate(moved[name]) * moved[name] / weight).astype(each.numpy().dtype))
                 for name, each in now.items()
             }
         )
+
+    def _rate(self, moved: NDArray[np.float64]) -> float | NDArray[np.float64]:
+        return self.lr if self.weights is None else np.where(np.arange(moved.size) < self.weights, self.lr, 1.0)

@@ -35,7 +35,8 @@ class SecureSum(Strategy):
     threshold: share of the clients of a round whose results must come, above a half. timeout: seconds for a stage.
 
     asked: how many clients the last round has begun with. failures: errors of clients in its stages. why: it has not
-    been opened; "" where it was.
+    been opened; "" where it was. opened: the mean of the last one that
+    was, as its one reply.
 
     Raises UserError for a strategy that looks at single results.
     """
@@ -50,6 +51,7 @@ class SecureSum(Strategy):
             raise UserError(f"threshold = {threshold}: give a share above 0.5, at most 1")
         self.inner, self._share, self._timeout = strategy, threshold, timeout
         self.asked, self.why, self.failures = 0, "", list[Message]()
+        self.opened = list[Message]()
 
     def summary(self) -> None:
         self.inner.summary()
@@ -105,6 +107,7 @@ class SecureSum(Strategy):
         sums = from_words(self._unmasked(total, sorted(good), opened))
         first = next(iter(good.values()))
         first.content = self._mean(sums, first)
+        self.opened = [first]
         return self.inner.aggregate_train(server_round, [first])
 
     def _too_few(self, number: int, of: int, threshold: int, what: str) -> bool:

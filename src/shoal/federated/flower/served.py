@@ -22,7 +22,7 @@ from shoal.federated.flower.link import LinkGrid
 from shoal.federated.flower.mesh import CUT, SECONDS
 from shoal.federated.flower.private.superlink import SuperLink
 from shoal.federated.flower.secure_sum import SecureSum
-from shoal.federated.flower.simulation import mean_loss, remember_in
+from shoal.federated.flower.simulation import mean_loss, remember_in, with_mean_of_buffers
 from shoal.federated.flower.strategies import flower_strategy
 from shoal.federated.recipe import Recipe
 from shoal.federated.schedule import Round, Task
@@ -74,6 +74,8 @@ class Served:
             self._strategy = SecureSum(self._inner, settings.secure, deadline or STAGE_SECONDS)
         module = initial_module(recipe.model, recipe.seed)
         self.flat = Flat(module)
+        if isinstance(self._inner, FedBuff):
+            self._inner.weights = self.flat.weights
         self.weights = self.flat.vector(module.state_dict())
         self.number = 0
         self._places: dict[int, int] = {}
@@ -126,7 +128,8 @@ class Served:
                 plan, loss = self._opened(plan, len(messages), self._strategy, means)
         broken = len(plan.tasks) - len(good)
         if updated is not None:
-            new = to_vector(updated, self.weights)
+            seen = self._strategy.opened if isinstance(self._strategy, SecureSum) else good
+            new = with_mean_of_buffers(to_vector(updated, self.weights), self._inner, seen, self.flat.weights)
             if not bool(torch.isfinite(new).all()):
                 raise TrainingError(
                     f"round {number}: the global model is not finite after the update. A lower train.lr, or a lower lr "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from shoal.federated.flower import private
 from shoal.federated.flower.buffered import FedBuff
 from shoal.federated.flower.clients import SimulatedClients, to_record, to_vector
 from shoal.federated.flower.grid import FIRST, LocalGrid
-from shoal.federated.flower.strategies import flower_strategy
+from shoal.federated.flower.strategies import OPTIMIZERS, flower_strategy
 from shoal.federated.local import LocalTraining
 from shoal.federated.recipe import Recipe
 from shoal.federated.schedule import Round, Rounds, Task
@@ -37,6 +37,8 @@ class FlowerSimulation(Simulation):
         self._flower = flower_strategy(settings, clients.number)
         super().__init__(recipe, clients, replace(settings, strategy="fedavg", buffer=0, most_stale=None), device)
         self._given = settings
+        if isinstance(self._flower, FedBuff):
+            self._flower.weights = self.flat.weights
         self._asked = max(1, round(settings.fraction * clients.number))
         local = SimulatedClients(self._local)
         assert isinstance(self.schedule, Rounds)
@@ -68,7 +70,9 @@ class FlowerSimulation(Simulation):
             applied = updated is not None
         self.number = number
         before = self.versions[max(self.versions)]
-        self.versions = {number: before if updated is None else to_vector(updated, before)}
+        if updated is not None:
+            before = with_mean_of_buffers(to_vector(updated, before), self._flower, good, self.flat.weights)
+        self.versions = {number: before}
         samples = sum(task.steps for task in plan.tasks) * self.recipe.batch
         taken = time.perf_counter() - began
         return Result(plan, mean_loss(good), samples, len(plan.tasks) - len(good), applied, taken)
@@ -92,6 +96,17 @@ def remember_in(strategy: Strategy, tensors: Mapping[str, Tensor], weights: Tens
     """Gives a new strategy what `tensors` of a saved state say of it."""
     own = {name.removeprefix("strategy/"): each.numpy() for name, each in tensors.items() if "strategy/" in name}
     private.remember(strategy, own, to_record(weights))
+
+
+def with_mean_of_buffers(new: Tensor, strategy: Strategy, replies: Sequence[Message], weights: int) -> Tensor:
+    """Returns a new global model of so many `weights`, whose buffers behind them are the mean of the clients', whatever
+    optimizer the strategy has made the update by: with momentum a variance may come to be below 0."""
+    if not isinstance(strategy, OPTIMIZERS) or weights == len(new):
+        return new
+    counts = [float(record["num-examples"]) for reply in replies for record in reply.content.metric_records.values()]
+    each = torch.stack([to_vector(reply.content["arrays"], new)[weights:] for reply in replies]).double()
+    mean = torch.tensor(counts, dtype=torch.float64) @ each.cpu() / sum(counts)
+    return torch.cat([new[:weights], mean.to(new)])
 
 
 def mean_loss(replies: list[Message]) -> float | None:

@@ -27,6 +27,8 @@ NAMES = {
     "bulyan": flower.Bulyan,
     "qfedavg": flower.QFedAvg,
 }
+OPTIMIZERS = (flower.FedAvgM, flower.FedAdam, flower.FedAdagrad, flower.FedYogi)
+"""Those that make an update of the mean movement, by an optimizer of the server."""
 OURS = {
     "fedavgm": {"lr": "server_learning_rate", "momentum": "server_momentum"},
     "fedadam": {"lr": "eta", "beta1": "beta_1", "beta2": "beta_2", "tau": "tau"},
