@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal import Engine, Plan, UserError
-from shoal.chunks import Tier
+from shoal.chunks import Slot, Tier
 from shoal.chunks import activations_on_host as saved
 from shoal.chunks.activations import Activations
 from shoal.comm import Lane, World
@@ -666,3 +666,34 @@ def test_masters_that_are_changed_by_hand_reach_weights_that_a_step_leaves_alone
         with engine.whole_weights():
             assert torch.equal(engine.parameters["0.weight"], engine.optimizer.masters()["0.weight"].bfloat16())
     engine.close()
+
+
+class Empty(torch.nn.Linear):
+    """Ends with a parameter of no elements, where its chunk ends."""
+
+    def __init__(self) -> None:
+        super().__init__(teacher.INPUTS, teacher.OUTPUTS)
+        self.none = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.none.sum()
+
+
+def test_a_parameter_of_no_elements_is_somebodys(tmp_path):
+    """A checkpoint did not have it, and so could not be read."""
+    slot = Slot("none", torch.Size([0, 3]), 64)
+    assert [slot.between(start, start + 32) is not None for start in (0, 32, 64)] == [False, True, False]
+    assert Slot("none", torch.Size([0, 3]), 0).between(0, 32) is not None
+
+    class Last(Empty):
+        def named_parameters(self, *args, **kwargs):  # the order of gradients is the other way around
+            return iter(reversed(list(super().named_parameters(*args, **kwargs))))
+
+    for model in (Empty, Last):
+        engine = Engine(model, regression, teacher.ADAMW, Plan(memory={}), global_batch=16)
+        for batch in engine.batches(teacher.data(), steps=2):
+            engine.step(batch)
+        engine.save(tmp_path / model.__name__)
+        engine.load(tmp_path / model.__name__)
+        assert "none" in engine.optimizer.known
+        engine.close()

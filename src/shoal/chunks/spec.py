@@ -44,8 +44,9 @@ class Slot:
 
     def between(self, start: int, stop: int) -> Slot | None:
         """Cuts the slot to the stretch [start, stop), counting offsets from `start`; None if nothing of it is there."""
-        if self.numel == 0:
-            return replace(self, offset=self.offset - start) if start <= self.offset < stop else None
+        if self.numel == 0:  # at the border of two stretches it is of the first, which the end of the last one needs
+            is_here = start < self.offset <= stop or (self.offset == start == 0 < stop)
+            return replace(self, offset=self.offset - start) if is_here else None
         first, last = max(start, self.offset), min(stop, self.offset + self.numel)
         if first == self.offset and last == self.offset + self.numel:
             return replace(self, offset=first - start)
