@@ -59,7 +59,8 @@ class InLoss(TorchFunctionMode):
             return
         if not on:
             self._above = len(stack) - 1 - stack.index(self)
-        others = [_pop_mode() for _ in range(self._above)]  # of the loss, or another of this kind
+        above = min(self._above, len(stack))  # another of this kind may be off still
+        others = [_pop_mode() for _ in range(above)]
         _push_mode(self) if on else _pop_mode()
         for mode in reversed(others):
             _push_mode(mode)
