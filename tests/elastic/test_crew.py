@@ -124,6 +124,20 @@ def test_how_ranks_leave_a_generation_is_reported(crew, what, how, outcome, said
         assert sorted(each.slot for each in made._workers) == [0, 1]
 
 
+def test_a_rank_that_has_left_and_ends_before_anybody_looks_has_not_finished(crew):
+    """A supervisor that stood still meanwhile: the training is not complete."""
+    made = crew("lonely", 1)
+    ready(made, 1)
+    made.place(start_of(1, 1))
+    (worker,) = made._workers
+    time.sleep(0.5)  # it says that it has left
+    os.kill(worker.process.process.pid, signal.SIGKILL)
+    while not worker.ended:
+        time.sleep(0.01)
+    report = left(made, 10.0)
+    assert (report.outcome, report.step, report.ranks, report.holds) == ("lost", 7, 0, False)
+
+
 def command_line(process: int) -> str:
     return " ".join(psutil.Process(process).cmdline())
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.comm.signed import derived
-from shoal.elastic.control import Place
+from shoal.elastic.control import Left, Place
 from shoal.elastic.events import END, NOW
 from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.pace import paces_of
@@ -29,8 +29,7 @@ _LOOK_AT_BOARDS = 0.2
 TOGETHER = 2.0
 """Seconds for which a process that is ready waits for those that are getting ready, so that they join together."""
 LEAST, STEPS, MOST = 5.0, 3.0, 45.0
-"""Seconds in which a rank has to leave its generation at once, then it is killed: at least; the same in median steps;
-at most."""
+"""When a rank is killed that was to leave at once: after so many seconds at least, median steps, seconds at most."""
 PAUSE = 1.0
 """Seconds after which a process is replaced, while others go on: they need the cores first."""
 TRIES, LONGEST = 3, 300.0
@@ -60,6 +59,7 @@ class Crew:
         self._hurried = False  # they are told to leave at once
         self._killed: float | None = None  # when those are killed that have not left
         self._endings: list[Ending] = []  # of ranks of the generation
+        self._left: list[Left] = []  # how those left it that have ended since then
         self._due = float("inf")  # when processes that have ended are replaced
 
     def begin(self, job: Admitted) -> None:
@@ -114,7 +114,7 @@ class Crew:
         for local, worker in enumerate(waiting[: start.ranks]):
             worker.take(Place.of(start, local, worker.slot, secret))
         self._start, self._how, self._killed, self._hang, self._endings = start, None, None, None, []
-        self._tries, self._hurried = 0, False
+        self._tries, self._hurried, self._left = 0, False, []
         self._watchdog, self._paces = Watchdog(self._patience), None
 
     def leave(self, how: str) -> None:
@@ -135,8 +135,8 @@ class Crew:
     def _hurry(self) -> None:
         """Sets when ranks are killed that have not left by then."""
         self._hurried = True
-        limit = min(MOST, max(LEAST, STEPS * self._watchdog.median))
-        self._killed = min(self._killed or float("inf"), time.monotonic() + limit)
+        late = time.monotonic() + min(MOST, max(LEAST, STEPS * self._watchdog.median))
+        self._killed = min(self._killed or late, late)
 
     def kill(self) -> None:
         """Ends the ranks of the generation at once; does not wait."""
@@ -182,7 +182,8 @@ class Crew:
                 self._killed = min(self._killed or float("inf"), now + MISTAKE_GRACE)
             elif any(each.failed for each in self._endings):
                 self.leave(NOW)
-        if not self._hurried and any(each.left is not None and not each.left.asked for each in self._places()):
+        left = [each.left for each in self._workers if each.was_in(self._start.generation)]
+        if not self._hurried and any(each is not None and not each.asked for each in left):
             self._hurry()  # one has lost others, and some here may wait for it where they do not notice
             for worker in training:
                 worker.leave(NOW)
@@ -201,8 +202,7 @@ class Crew:
         boards = {each.process.rank: each.progress() for each in training}
         stopped = {each.process.rank for each in training if each.is_stopped()}
         self._paces = paces_of(self._start.generation, boards) if self._start is not None else None
-        hang = self._watchdog.look(boards, stopped, now)
-        if hang is not None and self._hang is None:
+        if (hang := self._watchdog.look(boards, stopped, now)) is not None and self._hang is None:
             self._meet(hang)
 
     def _meet(self, hang: Hang) -> None:
@@ -214,10 +214,6 @@ class Crew:
             if worker.process.rank in hang.ranks:
                 worker.kill()
         self.leave(NOW)
-
-    def _places(self) -> list[Worker]:
-        """The processes that have places in the generation, or had."""
-        return [each for each in self._workers if self._start is not None and each.was_in(self._start.generation)]
 
     def _training(self) -> list[Worker]:
         return [each for each in self._workers if each.trains]
@@ -232,6 +228,8 @@ class Crew:
                 self._due = min(self._due, now + PAUSE if self._workers else now)
             if worker.trains:
                 self._endings.append(ending)
+            elif worker.left is not None:
+                self._left.append(worker.left)
             elif worker.warm is None and ending.failed:
                 self._failed_early(ending, now)
 
@@ -271,9 +269,10 @@ class Crew:
 
     def _conclude(self, start: Start) -> Report:
         """Judges how the ranks have left the generation."""
-        left = [each for each in self._workers if each.left is not None and each.was_in(start.generation)]
-        steps = [*(each.left.step for each in left if each.left), self._watchdog.step]
-        asked = self._how is not None or any(each.left.asked for each in left if each.left)
+        known = [*self._left, *(each.left for each in self._workers if each.left is not None)]
+        left = [each for each in known if each.generation == start.generation]
+        steps = [*(each.step for each in left), self._watchdog.step]
+        asked = self._how is not None or any(each.asked for each in left)
         outcome, code, message = self._judge(asked, bool(left), start.size)
         return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, self.holds)
 
