@@ -227,8 +227,12 @@ class RankProcess:
 
     def signal_group(self, signum: int) -> None:
         """Sends a signal to the rank and the processes it started."""
-        with suppress(ProcessLookupError):
+        try:
             os.killpg(self.process.pid, signum)
+        except ProcessLookupError:
+            if self.process.returncode is None:  # just forked, and not in a session of its own yet
+                with suppress(ProcessLookupError):
+                    os.kill(self.process.pid, signum)
 
     def reap(self) -> None:
         """Kills what is left of the rank and the processes it started, and waits for its end."""
