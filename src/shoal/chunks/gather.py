@@ -30,6 +30,7 @@ from shoal.chunks.saved import SavedTensors
 from shoal.chunks.tier import Tier
 from shoal.chunks.weakly import weakly
 from shoal.errors import UserError
+from shoal.module.record import storage_of
 
 
 class Gather:
@@ -52,7 +53,7 @@ class Gather:
     ) -> None:
         self._chunks, self.executor = chunks, executor
         self._index = {slot.name: index for index, chunk in enumerate(chunks) for slot in chunk.slots}
-        always = {p.untyped_storage()._cdata for name, p in module.named_parameters() if name not in self._index}
+        always = {storage_of(p) for name, p in module.named_parameters() if name not in self._index}
         activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
         away = on_host(activations) if on_host is not None else None
         self._saved = SavedTensors(chunks, always, weakly(self._use), activations, away)
@@ -65,11 +66,11 @@ class Gather:
         self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._index}
         self._needs: dict[nn.Module, set[str]] = {}
         self._show(False)
-        lies_in = {chunk.data.untyped_storage()._cdata: chunk.slots[0].name for chunk in chunks}
+        lies_in = {storage_of(chunk.data): chunk.slots[0].name for chunk in chunks}
 
         def whose(kept: Tensor) -> str:
             """Names a parameter with which a tensor that a module keeps comes into memory; "" for none."""
-            return self._names.get(id(kept)) or lies_in.get(kept.untyped_storage()._cdata, "")
+            return self._names.get(id(kept)) or lies_in.get(storage_of(kept), "")
 
         closed = {id(inner) for outer in together for inner in outer.modules() if inner is not outer}
         for each in module.modules():

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.chunks.activations import Activations
 from shoal.chunks.activations_on_host import OnHost, Saved, check_unchanged
 from shoal.chunks.chunk import Chunk
+from shoal.module.record import storage_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class SavedTensors:
     ) -> None:
         self._chunks, self._always, self._use = chunks, always, use
         self._activations, self._on_host = activations, on_host
-        self._weights = {chunk.data.untyped_storage()._cdata: index for index, chunk in enumerate(chunks)}
+        self._weights = {storage_of(chunk.data): index for index, chunk in enumerate(chunks)}
         self._node: Any = None
         self._of_node: frozenset[int] = frozenset()
         self._watches = False
@@ -87,20 +88,18 @@ class SavedTensors:
 
     def stays(self, chunk: Chunk) -> None:
         """Counts the weights of `chunk` among those that stay in memory."""
-        storage = chunk.data.untyped_storage()._cdata
+        storage = storage_of(chunk.data)
         del self._weights[storage]
         self._always.add(storage)
 
     def chunks_of(self, tree: Any) -> set[int]:
         """Indices of the chunks in which the tensors in `tree` lie."""
-        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
-        plain = [leaf for leaf in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(leaf)]
-        storages = (leaf.untyped_storage()._cdata for leaf in plain)
+        storages = (storage_of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and _has_storage(leaf))
         return {self._weights[each] for each in storages if each in self._weights}
 
     def _pack(self, tensor: Tensor) -> Tensor | _Kept | _Weight | Saved:
-        plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        storage = tensor.untyped_storage()._cdata if plain else 0
+        plain = _has_storage(tensor)
+        storage = storage_of(tensor) if plain else 0
         index = self._weights.get(storage)
         lazy = plain and (tensor.is_conj() or tensor.is_neg())
         if index is not None and lazy:
@@ -136,3 +135,8 @@ class SavedTensors:
         weight = data.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
         # a graph that is made beside what is watched keeps its weights for itself
         return weight.clone() if torch.is_grad_enabled() and not self._watches else weight
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory of its own kind: it is neither sparse nor wrapped by torch.func."""
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
