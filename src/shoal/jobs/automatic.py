@@ -52,7 +52,7 @@ def planned(settled: Settled, world: World) -> Settled:
 
     def ask() -> list[Any]:
         cluster = cluster_of_ranks(settled, world, groups)
-        return answer(settled, cluster, is_small(settled, ranks_of(world, USUAL).memory))
+        return answer(settled, cluster, is_small(settled, _memory_of(world)))
 
     plan, rows, trials, why = from_first(world.everyone, ask, 'plan = "auto": ')
     if plan is None:
@@ -85,8 +85,12 @@ def _share_memory(world: World) -> bool:
 
 def ranks_of(world: World, link: Link) -> Ranks:
     """The ranks of `world`, with such a link between them."""
-    memory = free_memory(world.device) or psutil.virtual_memory().available // world.local_size
-    return Ranks(world.size, world.device, memory, link)
+    return Ranks(world.size, world.device, _memory_of(world), link)
+
+
+def _memory_of(world: World) -> int:
+    """Bytes that are free for a rank."""
+    return free_memory(world.device) or psutil.virtual_memory().available // world.local_size
 
 
 def _under_trial(settled: Settled, world: World) -> Trials | None:

@@ -44,8 +44,8 @@ def read_memory(device: torch.device) -> MemoryUse:
 
 
 class MemoryMeter:
-    """Memory use for a caller that asks at every step: reads at most once in `interval` seconds, the first
-    time when it is asked, and keeps the peak."""
+    """Memory use for a caller that asks at every step: reads at most once in `interval` seconds, the first time
+    when it is asked, and keeps the peak."""
 
     def __init__(self, device: torch.device, interval: float = 1.0) -> None:
         self._device = device

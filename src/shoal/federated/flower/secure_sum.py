@@ -35,8 +35,7 @@ class SecureSum(Strategy):
     threshold: share of the clients of a round whose results must come, above a half. timeout: seconds for a stage.
 
     asked: how many clients the last round has begun with. failures: errors of clients in its stages. why: it has not
-    been opened; "" where it was. opened: the mean of the last one that
-    was, as its one reply.
+    been opened; "" where it was. opened: the mean of the last one that was, as its one reply.
 
     Raises UserError for a strategy that looks at single results.
     """
