@@ -208,8 +208,9 @@ async def test_a_member_that_is_silent_ends_its_ranks_before_the_others_go_on():
     real.send = lambda message: None  # what it says is lost, what it hears is not
     took = await until(lambda: b.starts[0].ended is not None)
     assert took < 1.5 and generation(a, b, c) != 2
+    assert b.starts[0].holds  # what they had in memory is still there
     await until(lambda: generation(a, b, c) > 1)  # it has found the coordinator again
-    assert a.starts[1].start.why in ("ranks of b ended: it was cut off and ended its ranks", "b is gone")
+    assert a.starts[1].start.why in ("ranks of b ended: it was cut off, and its ranks have left", "b is gone")
     await close(a, b, c)
 
 

@@ -234,7 +234,7 @@ def test_a_lost_connection_alone_ends_nothing_but_lost_ranks_do():
     machine = running("a", "b")
     assert apply(machine, joined(3.0, "b", running=1), Tick(9.0)) == []
     assert apply(machine, joined(10.0, "b", running=0))[0] == Stop(
-        1, NOW, "ranks of b ended: it was cut off and ended its ranks"
+        1, NOW, "ranks of b ended: it was cut off, and its ranks have left"
     )
 
 

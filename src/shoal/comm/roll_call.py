@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch.distributed as dist
+
+from shoal.comm.unanswered import ask
 
 _SECONDS = 0.5  # once in the life of a group; a launcher waits little longer for the ranks that have lost one
 
@@ -28,7 +31,13 @@ class RollCall:
         store, self._store = self._store, None
         if store is None:
             return ""
-        missing = []
+        missing = list[int]()
+        if not ask(partial(self._look, store, number, missing), _SECONDS + 0.2):
+            return "the ranks' store does not answer. "
+        return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
+
+    def _look(self, store: dist.Store, number: int, missing: list[int]) -> None:
+        """Adds those to `missing` that do not come to the collective of this number."""
         deadline = time.monotonic() + _SECONDS
         with suppress(RuntimeError):
             store.set(f"stopped/{number}/{self._rank}", "1")
@@ -41,4 +50,3 @@ class RollCall:
                     time.sleep(0.01)
             if not here:
                 missing.append(name)
-        return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "

@@ -17,6 +17,8 @@ from functools import partial
 
 import torch.distributed as dist
 
+from shoal.comm.unanswered import ask
+
 STALL_SECONDS = 5.0
 SIGN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
@@ -123,17 +125,9 @@ class Calls:
         return answers[0] if answers else None
 
     def _ask(self, question: Callable[[dist.Store], object]) -> None:
-        """Asks the store in a thread of its own: a store whose host has stopped does not answer for minutes."""
-        if self.store is None:
-            return
-
-        def ask(store: dist.Store = self.store) -> None:
-            with suppress(RuntimeError):  # it is gone, and the ranks will soon find out
-                question(store)
-
-        thread = threading.Thread(target=ask, name="shoal-stall-roll", daemon=True)
-        thread.start()
-        thread.join(_STORE_SECONDS)
+        """Asks the store, where there is one; what it does not answer soon is not known."""
+        if self.store is not None:
+            ask(partial(question, self.store), _STORE_SECONDS)
 
 
 def _sign(key: str, store: dist.Store) -> None:

@@ -6,7 +6,6 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,8 +21,12 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.processes import has_ended, process_table
 from shoal.comm.signed import signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
+from shoal.comm.unanswered import ask
 from shoal.device import hardware_id, own_device
 from shoal.errors import LaunchError, UserError
+
+_TOLD_WITHIN = 0.2
+"""Seconds for which a rank that closes its groups waits for the store, whose server may be what has stopped."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class World:
         self._serials: dict[str, int] = {}
         self._taken: dict[str, set[int]] = {}
         self._say, self._stalls = say, Stalls(say)
+        self._told_closed = False
         # Groups close when Python ends, at the latest, before its modules go: NCCL's threads would abort the process.
         weakref.finalize(self, _close, self._groups, self._stalls)
 
@@ -176,10 +180,9 @@ class World:
         """Closes all groups, for a rank that cannot go on: ranks that wait for it raise, also those that wait to make a
         group with it, and so do later calls. Any thread may call it; the others of this rank then wait no longer."""
         _close(self._groups, self._stalls)
-        if self.store is not None:
-            with suppress(RuntimeError):  # its server has gone first
-                self.store.set(f"closed/{self.rank}", "")
-                self.store.set("closed", str(self.rank))
+        told, self._told_closed = self._told_closed, True
+        if self.store is not None and not told:
+            ask(partial(_tell_closed, self.store, self.rank), _TOLD_WITHIN)
 
     def lost(self) -> str:
         """Says which other rank will not come to anything any more, as far as this one knows; "" for none. For waits
@@ -227,6 +230,11 @@ class World:
     def everyone(self) -> Group:
         """The group of all ranks."""
         return self.group("world", list(range(self.size)))
+
+
+def _tell_closed(store: dist.Store, rank: int) -> None:
+    store.set(f"closed/{rank}", "")
+    store.set("closed", str(rank))
 
 
 def _close(groups: dict[tuple[str, tuple[int, ...]], Group], stalls: Stalls) -> None:

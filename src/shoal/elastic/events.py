@@ -59,7 +59,7 @@ class Left:
     """A member is gone.
 
     proven: its supervisor, and with it its ranks, are known to have ended. Silence proves nothing: the member may live
-        behind a cut link, where it ends its ranks by itself.
+        behind a cut link, where its ranks leave by themselves.
     """
 
     time: float
@@ -200,6 +200,7 @@ class Form:
 NOW, HALT, SAVE, END = "now", "halt", "save", "end"
 """How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
 back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good."""
+CUT_OFF = "it was cut off, and its ranks have left"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ import asyncio
 BEAT = 0.25
 """Seconds between the beats of a member."""
 LEASE = 4 * BEAT
-"""Seconds after the last answered beat at which a supervisor ends its ranks by itself."""
+"""Seconds after the last answered beat at which a supervisor has its ranks leave by itself."""
+LEAVING, ALONE = 4 * BEAT, 0.8 * BEAT
+"""Seconds that they have for that before they are killed: where ranks of other nodes are in the generation, without
+which they can commit nothing; and where this node trains alone, since others may go on without it after SILENCE."""
 SILENCE = LEASE + BEAT
-"""Seconds without a word after which a member is gone: its ranks have ended by then."""
+"""Seconds without a word after which a member is gone: its ranks commit nothing more."""
 RELAY_BEAT, RELAY_LEASE = BEAT / 4, 2.5 * BEAT
 """Seconds between two beats of a member that has others below it, since what it knows grows old on the way down;
 seconds after the last answered beat at which a member below a relay looks for another way to the coordinator."""

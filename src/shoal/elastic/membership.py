@@ -6,9 +6,9 @@ It has no clock, socket, file or thread: every event carries its time, and the s
 same decisions. So a journal replays it, a standby follows it, and a test tries it with thousands of members.
 
 Two rules keep two generations from running at once. The next one is formed only when every member of the last has said
-that its ranks have left it, or is gone (a silent member ends its ranks by itself, see liveness). And where members are
-silent, which may be a cut link, only the side with more of the last generation's members goes on; where both have as
-many, the side whose coordinator was there before.
+that its ranks have left it, or is gone (a silent member's ranks leave by themselves, see liveness). And where members
+are silent, which may be a cut link, only the side with more of the last generation's members goes on; where both have
+as many, the side whose coordinator was there before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from signal import SIGTERM
 
 from shoal.elastic.backoff import Backoff
 from shoal.elastic.events import (
+    CUT_OFF,
     END,
     HALT,
     NOW,
@@ -122,8 +123,7 @@ class Membership:
             self.pending.add(name)
             return [self._stop] if self.phase == STOPPING and self._stop is not None else []
         if name in self.pending:
-            why = "it was cut off and ended its ranks"
-            self._end(Ended(self.now, name, self._number, "lost", 0, -1, why, event.ranks, event.holds))
+            self._end(Ended(self.now, name, self._number, "lost", 0, -1, CUT_OFF, event.ranks, event.holds))
         self.roster.came = self.now
         return []
 

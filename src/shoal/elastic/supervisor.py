@@ -2,8 +2,9 @@
 
     the coordinator (here or on another node) <--messages--> supervisor --> processes
 
-It ends its ranks when the coordinator says so, and by itself when no beat has been answered for LEASE seconds: then it
-may have been cut off, and the others go on without it.
+It has its ranks leave when the coordinator says so, and by itself when no beat has been answered for LEASE seconds:
+then it may have been cut off, and the others go on without it. Ranks that have left keep what they hold in memory, and
+give it to the next generation that this node is in; those that have not left in time are killed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, Protocol
 
 from shoal.elastic.connection import Connection
 from shoal.elastic.election import Candidate
-from shoal.elastic.events import StepDown
+from shoal.elastic.events import CUT_OFF, NOW, StepDown
 from shoal.elastic.leadership import Leadership, Node
-from shoal.elastic.liveness import BEAT, LEASE, RELAY_BEAT, RELAY_LEASE
+from shoal.elastic.liveness import ALONE, BEAT, LEASE, LEAVING, RELAY_BEAT, RELAY_LEASE
 from shoal.elastic.messages import (
     Admitted,
     Beat,
@@ -101,6 +102,8 @@ class Supervisor:
         leadership.offer = lambda: (ranks.ready, ranks.holds)
         self._told = 0  # how many processes wait here, as the coordinator knows
         self._left: Report | None = None  # not told yet
+        self._leaving = LEAVING
+        self._cut = 0, 0.0  # the last generation that ranks were told to leave without a coordinator, and when
         self._connection: Connection | Passage | None = None
         self._beats: dict[int, float] = {}
         self._wishes: list[Any] = []
@@ -138,9 +141,9 @@ class Supervisor:
             self._told = self._at.told
             self._ranks.begin(job)
             if self._at.running and job.generation != self._at.running:
-                self._say(f"generation {self._at.running} is over: its ranks are ended")
+                self._say(f"generation {self._at.running} is over: its ranks leave it")
                 self._at.running = 0
-                await self._end_ranks()
+                await self._leave()
             self._connection = connection
             self._at.relay.attach(connection)
             for wish in self._wishes:
@@ -159,7 +162,15 @@ class Supervisor:
             if self._code is None and isinstance(end := await self._at.ended(), StepDown):
                 self._say(f"this node stops: {end.why}. It looks for the others")
                 self._at.running = 0
-                await self._end_ranks()
+                await self._leave()
+
+    async def _leave(self) -> None:
+        """Has the ranks leave with what they hold in memory; soon kills those that have not."""
+        self._ranks.leave(NOW)
+        late = time.monotonic() + self._leaving
+        while self._ranks.busy and time.monotonic() < late:
+            await asyncio.sleep(_LOOK)
+        await self._end_ranks()
 
     async def _end_ranks(self) -> None:
         """Kills ranks, and waits until `_tick` has seen their end."""
@@ -207,6 +218,7 @@ class Supervisor:
     def _start(self, connection: Connection | Passage, start: Start) -> None:
         self._at.running = self._at.newest = start.generation
         self._told = 0
+        self._leaving = ALONE if start.ranks == start.size else LEAVING
         try:
             self._ranks.place(start)
         except LaunchError as error:
@@ -242,13 +254,15 @@ class Supervisor:
             if now - self._at.confirmed > LEASE and (connection is not None or self._at.running):
                 await asyncio.sleep(_LOOK)  # an answer may have come while this process stood still
                 if time.monotonic() - self._at.confirmed > LEASE:
-                    self._cut_off()
+                    self._cut_off(time.monotonic())
 
     def _tell(self, connection: Connection | Passage) -> None:
         """Tells the coordinator that the ranks have left their generation, and how many processes wait."""
         if self._left is not None and self._left.generation == self._at.running:
             ranks, holds = self._offer()
-            connection.send(replace(self._left, ranks=ranks, holds=holds))
+            cut_off = self._left.outcome == "lost" and self._cut[0] == self._at.running
+            why = CUT_OFF if cut_off else self._left.message
+            connection.send(replace(self._left, ranks=ranks, holds=holds, message=why))
             self._at.running = 0
         self._left = None
         if self._ranks.ready != self._told:
@@ -261,10 +275,13 @@ class Supervisor:
         if self._ranks.stalled:
             connection.send(Stalled(self._at.running))
 
-    def _cut_off(self) -> None:
-        if self._at.running:
-            self._say(f"no coordinator has answered for {LEASE:.0f} s: the ranks of this node are ended")
-            self._at.running = 0
+    def _cut_off(self, now: float) -> None:
+        """Has the ranks leave, at first, and soon kills those that have not."""
+        if self._at.running and self._cut[0] != self._at.running:
+            self._cut = self._at.running, now
+            self._say(f"no coordinator has answered for {LEASE:.0f} s: the ranks of this node leave their generation")
+            self._ranks.leave(NOW)
+        if now - self._cut[1] > self._leaving:
             self._ranks.kill()
         if self._connection is not None:
             self._connection.abort()
