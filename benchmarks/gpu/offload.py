@@ -5,10 +5,10 @@
 
 Checks first: losses with plan.memory, at any budget, updates at once or deferred, follow those without. Then
     rates      link between host and device, host memory, AdamW on the host, disk
-    budgets    a GPT in bf16, blocks recomputed: without plan.memory, without a budget, with SHARE percent of what it
-               takes without plan.memory; updates at once and deferred; torch FSDP2 with CPUOffloadPolicy, DeepSpeed
-               ZeRO-3 with everything on the host where it is installed. One after the other, each alone in memory.
-               Stalls: what the computation waits for weights
+    budgets    a GPT in bf16, blocks recomputed: without plan.memory, without a budget; torch FSDP2 with
+               CPUOffloadPolicy, DeepSpeed ZeRO-3 with everything on the host where it is installed; with SHARE percent
+               of what it takes without plan.memory, updates at once and deferred. One after the other, each alone in
+               memory. Stalls: what the computation waits for weights
     largest    what `shoal plan --memory` says would fit in HALF of what is free here, trained for two steps
 Writes results/gpu_offload.json. `--device cpu --preset 1m --tokens 256` runs the same road without a GPU.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,25 +178,27 @@ def of_peer(make: Callable[[], Callable[[], Any]], tokens: int, device: str, ste
     return {"ms": ms, "peak": peak(device), "tokens_per_second": tokens / ms * 1e3}
 
 
-def budgets(config: GPTConfig, batch: int, device: str, shares: list[int], steps: int) -> list[dict[str, Any]]:
-    """The rows of the section."""
+def budgets(config: GPTConfig, batch: int, device: str, shares: list[int], steps: int) -> Iterator[dict[str, Any]]:
+    """The rows of the section, each as it is measured."""
     ours = partial(of_engine, config, batch, device, steps=steps)
-    found = {"no offload": ours(memory=None), "no budget": ours(memory={})}
-    whole = max(found["no offload"]["peak"], found["no budget"]["peak"])
-    for share in shares:
-        for update in ("deferred", "at once"):
-            found[f"{share}%, {update}"] = ours(memory={"device": whole * share // 100, "update": update})
-    tokens = batch * config.sequence
+    found = {}
+    for name, memory in {"no offload": None, "no budget": {}}.items():
+        found[name] = ours(memory=memory)
+        yield {"contender": name, **found[name]}
+    whole = max(row["peak"] for row in found.values())
     peers = {
         "fsdp2, CPUOffloadPolicy": partial(fsdp2_step, config, batch, device, offload=True, recompute=True),
         "deepspeed zero 3, offload": partial(deepspeed_step, config, batch, device, recompute=True),
     }
     for name, make in peers.items():
         try:
-            found[name] = of_peer(make, tokens, device, steps)
+            yield {"contender": name, **of_peer(make, batch * config.sequence, device, steps)}
         except Exception as error:  # a peer that is not installed or does not run here leaves out its row only
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
-    return [{"contender": name, **row} for name, row in found.items()]
+    for share in shares:
+        for update in ("deferred", "at once"):
+            row = ours(memory={"device": whole * share // 100, "update": update})
+            yield {"contender": f"{share}%, {update}", **row}
 
 
 def machine(device: str) -> Machine:
@@ -247,41 +249,35 @@ def largest_model(preset: str, batch: int, device: str, free: Machine, most: int
     }
 
 
-def show(preset: str, device: str, tokens: int, table: list[dict[str, Any]]) -> None:
-    print(f"\n{hardware(device)}, {preset}, bf16, {tokens} tokens a step, blocks recomputed")
-    for row in table:
-        moved = f"{row['moved'] / 1e9:8.2f} GB in (plan {row['planned'] / 1e9:.2f})" if "moved" in row else ""
-        stalled = f"  stalled {row['stalled_ms']:8.1f} ms" if "stalled_ms" in row else ""
-        print(
-            f"{row['contender']:28s} {row['ms']:9.1f} ms/step {row['tokens_per_second']:10.0f} tokens/s "
-            f"{row['peak'] / 2**30:7.2f} GiB {moved}{stalled}"
-        )
+def show(row: dict[str, Any]) -> None:
+    moved = f" {row['moved'] / 1e9:8.2f} GB in (plan {row['planned'] / 1e9:.2f})" if "moved" in row else ""
+    stalled = f"  stalled {row['stalled_ms']:8.1f} ms" if "stalled_ms" in row else ""
+    speed = f"{row['ms']:9.1f} ms/step {row['tokens_per_second']:10.0f} tokens/s"
+    print(f"{row['contender']:28s} {speed} {row['peak'] / 2**30:7.2f} GiB{moved}{stalled}", flush=True)
 
 
 def times(arguments: argparse.Namespace, record: Record) -> None:
+    """Each figure is kept and printed as it is measured."""
     device, only, config = arguments.device, arguments.only.split(","), PRESETS[arguments.preset]
     batch = max(1, arguments.tokens // config.sequence)
-
-    results: dict[str, Any] = {}
     if "rates" in only:
-        results["rates"] = all_rates(device, arguments.mebibytes, 5, arguments.disk)
-        record.keep(**results)
+        rates = all_rates(device, arguments.mebibytes, 5, arguments.disk)
+        record.keep(rates=rates)
+        for name, figure in rates.items():
+            print(f"{name:32s} {figure:9.2f}", flush=True)
     if "budgets" in only:
-        shares = [int(part) for part in arguments.share.split(",")]
-        results["budgets"] = budgets(config, batch, device, shares, arguments.steps)
-        record.keep(**results)
+        print(f"\n{hardware(device)}, {arguments.preset}, bf16, {arguments.tokens} tokens a step, blocks recomputed")
+        table: list[dict[str, Any]] = []
+        for row in budgets(config, batch, device, [*map(int, arguments.share.split(","))], arguments.steps):
+            table.append(row)
+            record.keep(budgets=table)
+            show(row)
         clear(device)
     if "largest" in only:
-        results["largest"] = found = largest_model(arguments.preset, batch, device, machine(device))
+        found = largest_model(arguments.preset, batch, device, machine(device))
+        record.keep(largest=found)
         bad = sum(not math.isfinite(loss) for loss in found["losses"])
-        record.keep(**results)
         record.check([check("the largest model: losses that are not finite", bad, 0)])
-    for name, figure in results.get("rates", {}).items():
-        print(f"{name:32s} {figure:9.2f}")
-    if "budgets" in results:
-        show(arguments.preset, device, batch * config.sequence, results["budgets"])
-    if "largest" in results:
-        found = results["largest"]
         print(
             f"largest: {found['parameters'] / 1e9:.2f}B parameters, built in {found['build_s']:.0f} s, "
             f"{found['step_s']:.1f} s a step"

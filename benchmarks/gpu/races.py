@@ -1,6 +1,6 @@
 """Question: is work on several streams ordered, whatever the streams' speed?
 
-    python3 -m benchmarks.gpu.races [--device cuda] [--seeds 3] [--steps 6]
+    python3 -m benchmarks.gpu.races [--device cuda] [--seeds 3] [--steps 6] [--only "zero 3,1f1b"]
 
 Plans whose work runs on side streams (weights, state and activations that move, deferred updates, gradients exchanged
 beside the backward pass) are trained three ways: with the host waiting after each operation, which nothing can race;
@@ -164,7 +164,7 @@ def check_sanitizer(name: str, device: str, steps: int) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, record: Record) -> None:
-    for name in PLANS:
+    for name in arguments.only.split(","):
         record.check([check_delays(name, arguments.device, arguments.seeds, arguments.steps)])
         if arguments.device.startswith("cuda") and torch.backends.cuda.is_built():  # whose calls the sanitizer sees
             record.check([check_sanitizer(name, arguments.device, arguments.steps)])
@@ -174,6 +174,7 @@ def main() -> None:
     parser = options("races")
     parser.add_argument("--seeds", type=int, default=3, help="runs with random delays")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--only", default=",".join(PLANS), help="plans, in this order")
     parser.add_argument("--rank", choices=list(PLANS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:

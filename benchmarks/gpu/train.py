@@ -93,29 +93,27 @@ def groups(config: GPTConfig, batch: int, device: str, compiled: bool) -> list[d
 
 def measure_groups(
     config: GPTConfig, batch: int, device: str, rounds: int, steps: int, compiled: bool, peak: float
-) -> list[dict[str, Any]]:
-    """A row a contender; `ratio_to_plain` is that of the plain loop's time in the same round over its own."""
-    table, tokens = [], batch * config.sequence
+) -> Iterator[dict[str, Any]]:
+    """A row a contender, as its group is done; `ratio_to_plain` is that of the plain loop's time in the same round over
+    its own."""
+    tokens = batch * config.sequence
     for group in groups(config, batch, device, compiled):
         samples = measure({name: make() for name, make in group.items()}, device, rounds, steps)
         first = next(iter(samples))
         for name, times in samples.items():
             ms = statistics.median(times)
             flops = flops_per_token(config, config.sequence) * tokens / ms * 1e3
-            table.append(
-                {
-                    "contender": name,
-                    "ms": ms,
-                    "min": min(times),
-                    "max": max(times),
-                    "tokens_per_second": tokens / ms * 1e3,
-                    "utilisation": flops / peak,
-                    "ratio_to_plain": statistics.median(a / b for a, b in zip(samples[first], times, strict=True)),
-                    "samples": times,
-                }
-            )
+            yield {
+                "contender": name,
+                "ms": ms,
+                "min": min(times),
+                "max": max(times),
+                "tokens_per_second": tokens / ms * 1e3,
+                "utilisation": flops / peak,
+                "ratio_to_plain": statistics.median(a / b for a, b in zip(samples[first], times, strict=True)),
+                "samples": times,
+            }
         clear(device)
-    return table
 
 
 def clear(device: str) -> None:
@@ -136,23 +134,27 @@ def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def times(arguments: argparse.Namespace, record: Record) -> None:
     device, compiled = arguments.device, not arguments.no_compile
     peak = measure_peak_flops(torch.device(device), torch.bfloat16)
-    tables = {}
     for preset in arguments.preset.split(","):
         config = PRESETS[preset]
         batch = max(1, arguments.tokens // config.sequence)
-        tables[preset] = measure_groups(config, batch, device, arguments.rounds, arguments.steps, compiled, peak)
-        record.keep(peak_flops=peak, tables=tables)
-    for preset, table in tables.items():
         print(
             f"\n{hardware(device)}, {preset}, bf16, {arguments.tokens} tokens a step, a product reaches "
             f"{peak / 1e12:.1f} TFLOP/s"
         )
-        for row in table:
-            print(
-                f"{row['contender']:32s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) "
-                f"{row['tokens_per_second']:11.0f} tokens/s"
-                f" {row['utilisation']:6.1%} of the peak  x{row['ratio_to_plain']:.3f}"
-            )
+        table: list[dict[str, Any]] = []
+        for row in measure_groups(config, batch, device, arguments.rounds, arguments.steps, compiled, peak):
+            table.append(row)
+            record.keep(peak_flops=peak, tables={preset: table})
+            show(row)
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['contender']:32s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) "
+        f"{row['tokens_per_second']:11.0f} tokens/s"
+        f" {row['utilisation']:6.1%} of the peak  x{row['ratio_to_plain']:.3f}",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -246,15 +246,28 @@ def test_budgets_of_all_contenders(monkeypatch):
         raise ImportError("No module named 'deepspeed'")
 
     monkeypatch.setattr(offload, "deepspeed_step", absent)
-    table = offload.budgets(TINY, 2, "cpu", [60], 1)
+    table = list(offload.budgets(TINY, 2, "cpu", [60], 1))
     assert [row["contender"] for row in table] == [
         "no offload",
         "no budget",
+        "fsdp2, CPUOffloadPolicy",
         "60%, deferred",
         "60%, at once",
-        "fsdp2, CPUOffloadPolicy",
     ]
-    offload.show("tiny", "cpu", 32, table)
+    for row in table:
+        offload.show(row)
+
+
+def test_rows_of_budgets_are_kept_before_the_next_is_measured(monkeypatch, tmp_path):
+    def interrupted(*arguments):
+        yield {"contender": "first", "ms": 1.0, "tokens_per_second": 1.0, "peak": 1}
+        raise KeyError
+
+    monkeypatch.setattr(offload, "budgets", interrupted)
+    arguments = given(tmp_path, preset="1m", tokens=64, steps=1, share="50", only="budgets")
+    with pytest.raises(KeyError), records.Record("some", arguments) as record:
+        offload.times(arguments, record)
+    assert [row["contender"] for row in json.loads((tmp_path / "some.json").read_text())["budgets"]] == ["first"]
 
 
 @pytest.fixture(autouse=True)
@@ -303,7 +316,29 @@ def test_the_planner_keeps_each_row_as_it_comes(tmp_path, monkeypatch):
 
 
 def test_groups_of_training_are_measured():
-    table = train.measure_groups(TINY, 2, "cpu", 1, 1, False, 1e9)
+    table = list(train.measure_groups(TINY, 2, "cpu", 1, 1, False, 1e9))
     plain = [row for row in table if row["contender"].startswith("plain loop")]
     assert len(table) == 7 and all(row["ratio_to_plain"] == 1 for row in plain)
     assert all(row["utilisation"] > 0 for row in table)
+
+
+def test_groups_of_training_are_kept_before_the_next_is_measured(monkeypatch, tmp_path):
+    row = dict.fromkeys(("ms", "min", "max", "tokens_per_second", "utilisation", "ratio_to_plain"), 1.0)
+
+    def interrupted(*arguments):
+        yield {"contender": "first", **row}
+        raise KeyError
+
+    monkeypatch.setattr(train, "measure_groups", interrupted)
+    monkeypatch.setattr(train, "measure_peak_flops", lambda *arguments: 1.0)
+    arguments = given(tmp_path, preset="1m", tokens=64, rounds=1, steps=1, no_compile=True)
+    with pytest.raises(KeyError), records.Record("some", arguments) as record:
+        train.times(arguments, record)
+    assert json.loads((tmp_path / "some.json").read_text())["tables"] == {"1m": [{"contender": "first", **row}]}
+
+
+def test_races_of_some_plans(tmp_path):
+    arguments = given(tmp_path, seeds=1, steps=1, only="1f1b")
+    with records.Record("some", arguments) as record:
+        races.run(arguments, record)
+    assert [each["check"].split(":")[0] for each in record._content["checks"]] == ["1f1b"]
