@@ -8,8 +8,9 @@
     {name = "budget", keep = 0.5}                 as few blocks are recomputed as needed to keep this fraction of
                                                   the bytes that backward would keep
 
-Blocks are the repeated parts of the model. A second forward finds the buffers as the first did and changes none; keyed
-dropout and torch's generators repeat their draws; hooks on the block itself, outside of the recomputed part, run once.
+Blocks are the repeated parts of the model. A second forward finds inputs and buffers as the first did and changes none;
+keyed dropout and torch's generators repeat their draws; hooks on the block itself, outside of the recomputed part, run
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from copy import copy
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -26,37 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserError, check_choice
+from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffers import buffers_replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
 from shoal.module.meter import Meter, in_functorch
+from shoal.module.selective import SAVE, Contexts, keeping
 from shoal.plan import Option, check_parameters, option_name, option_parameters
 
-_aten = torch.ops.aten
-OPERATIONS: dict[str, tuple[Any, ...]] = {
-    "matmul": (
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten._grouped_mm.default,
-    ),
-    "attention": (
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    ),
-    "convolution": (_aten.convolution.default,),
-}
-"""The operations that `selective` can save, by name."""
-SAVE = ("matmul", "attention")
-"""The operations that `selective` saves where none are named."""
-
-Contexts = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
-"""That of a first forward, and a maker of that of each forward which repeats it."""
 Again = Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
 """Called at a block's forward; returns a maker of contexts, each of which repeats the state and the draws of that
 forward."""
@@ -147,13 +126,13 @@ class Recompute:
         save: Sequence[str] = SAVE,
     ) -> None:
         whole, some = chosen_blocks(self._number, which, every, full, selective)
-        contexts = _keeping(save)
+        contexts = keeping(save)
         for place, block in zip(self._places, self._blocks, strict=True):
             if place in whole or place in some:
                 block.wrap(None if place in whole else contexts)
 
     def _selective(self, save: Sequence[str] = SAVE) -> None:
-        contexts = _keeping(save)
+        contexts = keeping(save)
         for block in self._blocks:
             block.wrap(contexts)
 
@@ -187,6 +166,8 @@ class _Block:
         self._own = vars(module).get("forward")  # a forward set on the instance, such as a compiled one
         self._changing: set[str] | None = None  # names of buffers that forwards have changed; None before the first
 
+        self._in_place: set[int] | None = None  # inputs that forwards change; None before the first
+
     @property
     def kind(self) -> Hashable:
         """A key that is equal for blocks that keep equally many activations."""
@@ -198,14 +179,18 @@ class _Block:
 
         @wraps(type(self.module).forward)
         def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            run = partial(self._own or partial(type(module).forward, module), **kwargs)
+            run = self._own or partial(type(module).forward, module)
             if not self.flag or module is not self.module or not torch.is_grad_enabled() or in_functorch():
-                return run(*args)
+                return run(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             found = self._buffers()
+            given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
-            both = first, _Anew([*makers, partial(self._as_found, found), second])
-            output = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: both)
+            both = first, _Anew([*makers, partial(self._as_found, found), given.found_again, second])
+            output = checkpoint(
+                lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
+            )
+            self._in_place = given.changed() | (self._in_place or set())
             if found:
                 self._changing = self._changed(found) | (self._changing or set())
                 for name in found.keys() - self._changing:
@@ -256,36 +241,10 @@ class _Anew(AbstractContextManager[None]):
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        stack = ExitStack()
-        self._entered.append(stack)
-        for make in self._makers:
-            stack.enter_context(make())
+        with ExitStack() as stack:  # one that fails ends those before it
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
-
-
-def _keeping(save: Sequence[str]) -> Callable[[], Contexts]:
-    """Returns what makes the contexts of a block of which the results of the operations `save` are kept."""
-    unknown = [name for name in save if name not in OPERATIONS]
-    if unknown or isinstance(save, str):
-        raise UserError(f"plan.recompute: save = {save!r}: give a list of {', '.join(OPERATIONS)}")
-    saved = {operation for name in save for operation in OPERATIONS[name]}
-
-    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return partial(_selective_contexts, policy)
-
-
-def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
-    """Makes torch's contexts, of which the second one takes out what it finds: it gets a copy each time, since a
-    backward in two halves (see pipeline.split_backward), or one that keeps its graph, repeats the forward twice."""
-    first, second = create_selective_checkpoint_contexts(policy)
-
-    def again() -> AbstractContextManager[Any]:
-        second.storage = copy(first.storage)
-        second.storage.update((operation, copy(results)) for operation, results in first.storage.items())
-        return second
-
-    return first, again
