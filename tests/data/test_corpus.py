@@ -95,6 +95,26 @@ def test_fingerprint_follows_the_files(folder):
     assert open_corpus(folder).fingerprint != changed
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("at", [0, 140_000, -1])
+def test_fingerprint_follows_an_edit_that_leaves_size_and_time(folder, at):
+    """As an editor's that sets the time back, or two in one tick of the clock."""
+    large, small = folder / "large.txt", folder / "b.txt"
+    text = bytearray(b"a" * 300_000)
+    for file, content in (large, bytes(text)), (small, b"bees"):
+        file.write_bytes(content)
+        os.utime(file, (1, 1))
+    before = open_corpus(folder).fingerprint
+    text[at] = ord("b")
+    large.write_bytes(text)
+    os.utime(large, (1, 1))
+    after = open_corpus(folder).fingerprint
+    assert after != before
+    small.write_bytes(b"wasp")
+    os.utime(small, (1, 1))
+    assert open_corpus(folder).fingerprint != after
+
+
 def test_parquet(tmp_path):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, UserError, did_you_mean
 from .cache import fingerprint_of
+from .stamps import stamps
 
 Document = str | NDArray[np.int64]
 
@@ -66,7 +67,7 @@ def open_corpus(source: Any, field: str = "text") -> Corpus:
     files = _find_files(str(source))
     return Corpus(
         name=str(source),
-        fingerprint=fingerprint_of("files", field, _stamps(files)),
+        fingerprint=fingerprint_of("files", field, stamps(files)),
         stream=lambda: (text for path in files for text in READERS[path.suffix](path, field) if text),
     )
 
@@ -87,7 +88,7 @@ def _from_stdlib() -> Corpus:
         )
     return Corpus(
         "stdlib",
-        fingerprint_of("stdlib", _stamps(files)),
+        fingerprint_of("stdlib", stamps(files)),
         lambda: (text for _, text in _utf8_sources(files)),
         groups=lambda: [path.relative_to(root).parts[0].removesuffix(".py") for path, _ in _utf8_sources(files)],
     )
@@ -133,10 +134,6 @@ def _find_files(source: str) -> list[Path]:
 
 def _suffixes() -> str:
     return ", ".join(READERS)
-
-
-def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    return [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
 
 
 @contextmanager
