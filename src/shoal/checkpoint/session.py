@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.checkpoint import exchange_state, optimizer_state, state, version_state
@@ -153,7 +154,8 @@ class Session:
         own += self.user.pieces(self.progress.step) if self.members.everyone.rank == 0 else []
         if not self.drifted():
             return own + state.pieces(mine.module, mine.chunks, mine.optimizer, role)
-        drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.role)
+        scale = None if mine.loss_scale is None else torch.tensor(mine.loss_scale.state(), dtype=torch.float64)
+        drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.role, scale)
         own += [piece.copied() for piece in drifted]
         means = mean_of_optimizers(mine.optimizer, self.members.replicas)
         with mean_of_replicas(mine.module, mine.chunks, self.members.replicas):
@@ -228,6 +230,8 @@ class Session:
         saved = source.extra
         own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
         extra = state.restore(source, mine.module, mine.chunks, mine.optimizer, role, own)
+        if own:
+            extra = {**extra, "loss_scale": state.scale_of_replica(source, own) or extra.get("loss_scale")}
         if (versions := mine.versions) is not None:
             ago, step = version_state.versions_saved(source, versions.names, versions.keep - 1), extra["step"]
             versions.restart(step, [step - each for each in ago])

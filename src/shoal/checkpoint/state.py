@@ -4,6 +4,7 @@ model.<parameter>          the master, fp32 (fp64 under fp64)
 buffer.<buffer>            in its own dtype
 optim.<parameter>.<key>    optimizer state, floating tensors at least fp32
 replica.<r>.model ...      the values of replica r, if replicas have drifted apart; the names without it are means
+replica.<r>.loss_scale     its loss scale, under fp16; extra["loss_scale"] is that of the first replica
 version.<k>.<parameter>    the weights k updates ago, if a schedule without a flush still needs them
 exchange.<r>.<state>.<parameter>   the state of replica r's exchange algorithm
 user.<name> ...            objects of the caller's (see user_state)
@@ -27,8 +28,10 @@ from shoal.checkpoint.source import Source
 from shoal.chunks import Buffer, Chunk, Slot
 from shoal.errors import CheckpointError, UserError
 from shoal.optim.optimizer import ChunkOptimizer
+from shoal.parallel.layout import Layout
 
 Titled = tuple[str, str | None, Tensor]
+_LOSS_SCALE = "loss_scale"
 
 
 def pieces(
@@ -62,10 +65,16 @@ def pieces(
 
 
 def replica_pieces(
-    module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, role: WriterRole
+    module: nn.Module,
+    chunks: Sequence[Chunk],
+    optimizer: ChunkOptimizer,
+    role: WriterRole,
+    loss_scale: Tensor | None = None,
 ) -> list[Piece]:
-    """Returns the pieces of the state that only this rank's replica has, for replicas that have drifted apart."""
+    """Returns the pieces of the state that only this rank's replica has, for replicas that have drifted apart.
+    `loss_scale`: the numbers of its loss scale."""
     named = [*_state(module, chunks)]
+    named += [] if loss_scale is None else [(_LOSS_SCALE, None, loss_scale)]
     named += [
         (f"optim.{name}.{key}", name, canonical(value)) for (name, key), value in optimizer.state_tensors().items()
     ]
@@ -75,6 +84,16 @@ def replica_pieces(
         for title, name, tensor in named
         for piece in alone.share(before + title, name, canonical(tensor.detach()))
     ]
+
+
+def scale_of_replica(source: Source, own: str) -> list[float] | None:
+    """Returns the numbers of the loss scale of the replica with the prefix `own`; None where `source` has none."""
+    shape = source.shapes().get(own + _LOSS_SCALE)
+    if shape is None:
+        return None
+    found = torch.zeros(shape, dtype=torch.float64)
+    source.load(wants_of(own + _LOSS_SCALE, Layout.replicated(shape), found))
+    return found.tolist()
 
 
 def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
