@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal import Plan
 from shoal.checkpoint.reader import tensor_names
 from shoal.comm.simulation import simulate_world
 from shoal.exchange.named import ALGORITHMS
@@ -113,6 +114,40 @@ def load_with_warnings(world, name: str, directory: str) -> str:
         running.load(directory)
     running.close()
     return " ".join(str(warning.message) for warning in caught if "plan.exchange" in str(warning.message))
+
+
+def warned_of(world, name: str, directory: str, then: Any) -> list[str]:
+    """What is said where the exchange changes, in memory or by a checkpoint; by rank 0."""
+    running = engine(world, option(name))
+    for batch in running.batches(data(), steps=12):
+        running.step(batch)
+    running.save(directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        running.replan(Plan(dp=world.size, exchange=then))
+        again = engine(world, then)
+        again.load(directory)
+    running.close()
+    again.close()
+    return [str(each.message) for each in caught if "kept back" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "then", "lost"),
+    [
+        ("topk", "allreduce", "residual"),
+        ("topk", {"name": "powersgd", "rank": 2}, "residual"),  # which keeps back nothing of biases
+        ("bytegrad_fed_back", {"name": "topk", "ratio": 0.1}, "own_residual, summed_residual"),
+        ("delayed", "allreduce", "waiting0"),
+        ("topk", {"name": "topk", "ratio": 0.5}, ""),
+        ("allreduce", {"name": "topk", "ratio": 0.5}, ""),
+    ],
+)
+def test_gradients_that_a_change_of_the_exchange_loses_are_named(name, then, lost, tmp_path):
+    said = run_ranks(warned_of, 2, name, str(tmp_path), then)
+    assert said[1] == [] and len(said[0]) == (2 if lost else 0)
+    for each in said[0]:
+        assert f"has kept back ({lost})" in each and f"{then!r} does not take them over" in each
 
 
 LOCAL = {"name": "diloco", "every": 5, "outer_lr": 0.5, "outer_momentum": 0.0, "codec": "fp32", "guard": 0.0}

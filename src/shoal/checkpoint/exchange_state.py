@@ -10,6 +10,11 @@ from torch import Tensor
 from shoal.checkpoint.pieces import Piece, Want, canonical, wants_of
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.source import Source
+from shoal.plan import Option
+
+States = Mapping[str, tuple[Mapping[str, Tensor], str]]
+_KEEPING = ("residual", "waiting")
+"""In the names of states that are gradients which no update has had yet."""
 
 
 def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], role: WriterRole) -> list[Piece]:
@@ -24,7 +29,7 @@ def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], role: WriterRole
     return found
 
 
-def restore_exchange(source: Source, states: Mapping[str, tuple[Mapping[str, Tensor], str]], role: WriterRole) -> bool:
+def restore_exchange(source: Source, states: States, role: WriterRole) -> bool:
     """Reads the state of an exchange algorithm in place.
 
     `states`: {state: (tensors by parameter, effect of a resize: "split" or "mean")}. Returns False if
@@ -64,6 +69,30 @@ def restore_exchange(source: Source, states: Mapping[str, tuple[Mapping[str, Ten
             each.copy_(totals[name] / (role.of(name).size if on_resize == "split" else before[name]))
     source.load(own)
     return complete
+
+
+def warnings_of(source: Source, states: States, role: WriterRole, exchange: Option, complete: bool) -> list[str]:
+    """Returns what the user is to know of a restoring of `states` (see `restore_exchange`), which returned `complete`.
+    `exchange`: that of the plan."""
+    said = []
+    if not complete:
+        said.append(
+            f"{source.name} holds no state of plan.exchange = {exchange!r}, or of parameters cut otherwise: that "
+            "starts anew"
+        )
+    lost = set[str]()
+    for title in _replicas(source.shapes()):
+        state, name = title.split(".", 1)
+        keeps = any(kind in state for kind in _KEEPING)
+        if keeps and name in role.layouts and name not in states.get(state, ({}, ""))[0]:
+            lost.add(state)
+    if lost:
+        was = source.extra["plan"].get("exchange", "allreduce")
+        said.append(
+            f"{source.name} holds gradients that plan.exchange = {was!r} has kept back ({', '.join(sorted(lost))}), "
+            f"and {exchange!r} does not take them over: they are lost"
+        )
+    return said
 
 
 def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, role: WriterRole) -> str:

@@ -247,8 +247,7 @@ class Session:
         complete = exchange_state.restore_exchange(source, kept, self.role)
         if not extra.get("kept_of_mean"):
             from_older(exchange.state(), extra, not exchange.keeps_back)
-        why = f"{source.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut otherwise"
-        self._warn([] if complete else [f"{why}: that starts anew"])
+        self._warn(exchange_state.warnings_of(source, kept, self.role, self.plan.exchange, complete))
         exchange.restored()
 
     def _go_on(self, extra: Mapping[str, Any]) -> None:
