@@ -55,9 +55,10 @@ def simulate_world(
 
 
 class _Rooms:
-    """The room of each group, made by the first of its ranks that asks for it."""
+    """The room of each group, made by the first of its ranks that asks for it; and the `store` of all ranks."""
 
     def __init__(self, timeout: float) -> None:
+        self.store = dist.HashStore()
         self._timeout, self._lock = timeout, threading.Lock()
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
         self._gone: dict[int, BaseException | None] = {}
@@ -71,12 +72,21 @@ class _Rooms:
                         room.leave(ranks.index(rank), error)
             return self._rooms[name, ranks]
 
+    def lost(self) -> str:
+        """Says which rank will not come any more, "" for none."""
+        with self._lock:
+            return next((f"rank {rank} has ended{_why(error)}" for rank, error in self._gone.items()), "")
+
     def leave(self, rank: int, error: BaseException | None) -> None:
         with self._lock:
             self._gone[rank] = error
             for (_, ranks), room in self._rooms.items():
                 if rank in ranks:
                     room.leave(ranks.index(rank), error)
+
+
+def _why(error: BaseException | None) -> str:
+    return "" if error is None else f": {type(error).__name__}: {error}"
 
 
 class _ThreadLane(Lane):
@@ -120,8 +130,11 @@ class _ThreadLane(Lane):
 
 class _SimulatedWorld(World):
     def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None, device: torch.device) -> None:
-        super().__init__(rank, size, seat=Seat(rank, size), store=dist.HashStore(), device=device)
+        super().__init__(rank, size, seat=Seat(rank, size), store=rooms.store, device=device)
         self._rooms, self._wrap = rooms, wrap
+
+    def lost(self) -> str:
+        return self._rooms.lost() or super().lost()
 
     def lane(self) -> Lane:
         return _ThreadLane(self.device, self.ledger)
