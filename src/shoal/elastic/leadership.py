@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.comm.hello import Stranger
@@ -28,7 +29,7 @@ from shoal.errors import LaunchError, UserError
 
 FIRST_PATIENCE, PATIENCE = 10.0, 300.0
 """Seconds for which a supervisor looks for a coordinator: before it was ever a member, and afterwards."""
-_HOPS = 12
+_HOPS, _STRANGER = 12, "it has another secret"
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,11 @@ class Leadership:
 
     async def _find(self) -> Joined | None:
         """Joins who coordinates; None where that is now this supervisor."""
-        began, last = time.monotonic(), "nobody answers"
-        patience = PATIENCE if self._was_member else self.patience
-        while time.monotonic() - began < patience:
-            ended: set[str] = set()
+        last, until = "nobody answers", time.monotonic() + (PATIENCE if self._was_member else self.patience)
+        while time.monotonic() < until:
+            ended, said = set[str](), set[str]()
             try:
-                candidates = await self._election.whom_to_ask(self.name)
-                for candidate in candidates:
+                for candidate in await self._election.whom_to_ask(self.name):
                     if candidate is None:
                         if self._job is not None and await self._took_over(ended):
                             return None
@@ -184,6 +183,9 @@ class Leadership:
                     if found is not None:
                         return found
                     last = why or last
+                    said.add(why)
+                if said == {_STRANGER} and self._job is None and self._election is self.succession:
+                    break
             except OSError as error:
                 last = str(error)
             await self._election.pause()
@@ -200,7 +202,7 @@ class Leadership:
             ended.add(candidate.name)
             return None, str(error)
         except Stranger:
-            return None, "it has another secret"
+            return None, _STRANGER
         except (OSError, TimeoutError, Malformed) as error:
             return None, str(error) or "it does not answer"
 
@@ -274,8 +276,8 @@ class Leadership:
         await connection.close()
 
     async def _took_over(self, ended: set[str]) -> bool:
-        own = Candidate(self.name, *self.address)
-        office = await self._election.take_over(own, ended, time.monotonic() - self.confirmed)
+        own, silent = Candidate(self.name, *self.address), time.monotonic() - self.confirmed
+        office = await self._election.take_over(own, ended, silent)
         if office is not None:
             self._take_over(office)
         return office is not None
@@ -289,12 +291,10 @@ class Leadership:
         def open_store(generation: Generation) -> tuple[str, int]:
             return self.address[0], self._node.open_store(self.address[0])
 
-        def arrange(size: int) -> list[str]:
-            return self._node.arrange(job.program, size)
-
-        site = Site(self.name, self._node.incarnation, job, open_store, arrange, self._node.say, self._node.key, tenure)
+        arrange, say = partial(self._node.arrange, job.program), self._node.say
+        site = Site(self.name, self._node.incarnation, job, open_store, arrange, say, self._node.key, tenure)
         self._coordinator = Coordinator(office.machine, journal, site)
-        coordinating = self._coordinator.run()
-        self._coordinating = asyncio.create_task(coordinating if tenure is None else tenure.hold(coordinating))
+        run = self._coordinator.run()
+        self._coordinating = asyncio.create_task(run if tenure is None else tenure.hold(run))
         if office.event is not None:
             self._coordinator.tell(office.event)
