@@ -65,7 +65,13 @@ TARGETS = (
         at_least=False,
         unit=" s",
     ),
-    Target("rejoin", "seconds without a step while a node joins (median)", 0.2, at_least=False, unit=" s"),
+    Target(
+        "rejoin",
+        "seconds without a step while a node joins, beyond those of a step; the copy is in them (median)",
+        0.2,
+        at_least=False,
+        unit=" s",
+    ),
     Target("lost", "committed steps lost (the most of any trial)", 0.0, at_least=False, unit=""),
 )
 GOODPUT_TARGETS = (Target("goodput", "share of the steps with a worker killed every 30 s", 0.97),)
@@ -159,6 +165,7 @@ def figures(contenders: Mapping[str, Any]) -> dict[str, float | None]:
     """What the targets of the trials are about."""
     ours = contenders.get("shoal", {"scenarios": {}})["scenarios"]
     found: dict[str, float | None] = {name: each["median_s"] for name, each in ours.items()}
+    found["rejoin"] = ours.get("rejoin", {}).get("median_beyond_a_step_s", found.get("rejoin"))
     lost = [each["most_steps_lost"] for each in ours.values() if each["most_steps_lost"] is not None]
     return {**found, "lost": max(lost) if lost else None}
 

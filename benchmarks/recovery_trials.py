@@ -111,6 +111,7 @@ def next_step(job: Running, at: float, newest: int) -> dict[str, Any]:
 
 
 def _rejoin(job: Running) -> dict[str, Any]:
+    """The longest time without a step while a node comes back; beside it an undisturbed step after that (`step`)."""
     at = time.time()
     job.come_back()
     if not wait_for(lambda: job.commits()[-1].world == WORKERS, LIMIT):
@@ -120,7 +121,12 @@ def _rejoin(job: Running) -> dict[str, Any]:
     steps = [each.step for each in job.commits() if each.time > at]
     back = max((earlier - later for earlier, later in pairwise(steps)), default=0)
     stall = max(later - earlier for earlier, later in pairwise(times))
-    return {"seconds": stall, "lost": back + 1 if back > 1 else 0}  # workers write a step's lines in any order
+    pace = _reached(job, times[-1]) - _reached(job, times[-1] - STEADY / 2)
+    return {
+        "seconds": stall,
+        "lost": back + 1 if back > 1 else 0,  # workers write a step's lines in any order
+        "step": STEADY / 2 / pace if pace else None,
+    }
 
 
 def goodput(job: Running, seconds: float) -> dict[str, Any]:
@@ -162,16 +168,19 @@ def _pace(job: Running, until: float) -> float | None:
 
 
 def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median and p95 over all trials, in which a job that was lost counts as infinitely slow (null)."""
+    """Median and p95 over all trials, in which a job that was lost counts as infinitely slow (null). Of rejoins also
+    how much longer than an undisturbed step those took that went on."""
     seconds = sorted(math.inf if each["seconds"] is None else each["seconds"] for each in trials)
     median = statistics.median(seconds)
     p95 = seconds[min(len(seconds) - 1, math.ceil(0.95 * len(seconds)) - 1)]
     lost = [each["lost"] for each in trials if each["lost"] is not None]
+    beyond = [each["seconds"] - each["step"] for each in trials if each.get("step") is not None]
     return {
         "recovered": sum(math.isfinite(each) for each in seconds),
         "trials": len(trials),
         "median_s": median if math.isfinite(median) else None,
         "p95_s": p95 if math.isfinite(p95) else None,
+        **({"median_beyond_a_step_s": statistics.median(beyond)} if beyond else {}),
         "most_steps_lost": max(lost, default=None),
         "samples": list(trials),
     }

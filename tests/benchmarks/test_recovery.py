@@ -47,6 +47,18 @@ def test_the_next_step_and_the_lost_ones(after, seconds, lost, monkeypatch):
     assert found["seconds"] == (None if seconds is None else pytest.approx(seconds, abs=1e-3))
 
 
+def test_a_rejoin_is_told_beside_an_undisturbed_step(monkeypatch):
+    monkeypatch.setattr(recovery_trials, "STEADY", 0.2)
+    now = time.time()
+    times = [now + each for each in (0.01, 0.02, 0.03, 0.33, *(0.33 + 0.02 * step for step in range(1, 20)))]
+    job = Recorded([Commit(at, step, 3 if at < now + 0.1 else 4) for step, at in enumerate(times)])
+    job.come_back = lambda: None
+    found = recovery_trials._rejoin(job)
+    assert found == {"seconds": pytest.approx(0.3), "lost": 0, "step": pytest.approx(0.02, rel=0.2)}
+    assert summary([found])["median_beyond_a_step_s"] == found["seconds"] - found["step"]
+    assert "median_beyond_a_step_s" not in summary([{"seconds": 1.0, "lost": 0}])
+
+
 def test_a_job_that_never_goes_on_is_slower_than_all_others():
     trials = [{"seconds": value, "lost": 0} for value in (1.0, 2.0, 3.0)] + [{"seconds": None, "lost": None}]
     found = summary(trials)
