@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -211,10 +212,10 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
     """Raises UserError for an unknown key or a value of another type. The model itself checks `[model]`."""
     if section == "model" or (section == "plan" and key in ("name", "measure", "allow")):
         return
-    hints = get_type_hints(SECTIONS[section])
+    hints = _hints(SECTIONS[section])
     if key not in hints:
         known = [each.name for each in fields(SECTIONS[section])]
-        others = [f"[{other}]" for other, kind in SECTIONS.items() if key in get_type_hints(kind)]
+        others = [f"[{other}]" for other, kind in SECTIONS.items() if key in _hints(kind)]
         hint = f" It is a key of {' and '.join(others)}." if others else did_you_mean(key, known)
         raise UserError(f'unknown key "{section}.{key}" in {where}.{hint} Keys: {", ".join(known)}')
     if not fits(value, hints[key]):
@@ -222,6 +223,11 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
             f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} "
             f"{value!r}"
         )
+
+
+@cache  # they are read again in each generation of an elastic run, while its ranks wait
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _spoken(hint: Any) -> str:
