@@ -8,7 +8,7 @@ BEAT = 0.25
 """Seconds between the beats of a member."""
 LEASE = 4 * BEAT
 """Seconds after the last answered beat at which a supervisor has its ranks leave by itself."""
-LEAVING, ALONE = 4 * BEAT, 0.8 * BEAT
+LEAVING, ALONE = 4 * BEAT, 0.6 * BEAT
 """Seconds that they have for that before they are killed: where ranks of other nodes are in the generation, without
 which they can commit nothing; and where this node trains alone, since others may go on without it after SILENCE."""
 SILENCE = LEASE + BEAT
