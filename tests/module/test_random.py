@@ -264,3 +264,20 @@ def test_what_an_evaluation_draws_does_not_depend_on_the_plan():
     for size, plan in ((2, {}), (3, {"zero": 3})):
         for found in run_ranks(evaluated, size, plan):
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+def attended(x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    return F.dropout(F.scaled_dot_product_attention(x, x, x, is_causal=True), dropout) + 1
+
+
+def test_attention_and_dropout_of_nothing_are_compiled_in_one_graph():
+    """Until somebody attends otherwise, which a compiled graph heeds, too."""
+    x, plain = torch.randn(1, 2, 5, 4), Randomness(0, CPU)
+    whole = torch.compile(attended, backend="eager", fullgraph=True)
+    with keyed_functional(plain):
+        assert torch.equal(whole(x), attended(x))
+    assert torch.equal(whole(x), attended(x))
+    either = torch.compile(attended, backend="eager")
+    for attend in (None, lambda query, *args, **kwargs: query, None):
+        with keyed_functional(Randomness(0, CPU, attend=attend)):
+            assert torch.equal(either(x), attended(x)) and torch.equal(either(x), x + 1) == (attend is not None)

@@ -33,9 +33,13 @@ class _Open:
     """Records, by thread, the draws that `F.dropout` takes its masks from.
 
     A thread that opened none, like those that run backward on a GPU, uses the only ones that are open.
+
+    `attends`: whether some, of whatever thread, compute attention by themselves. It is a plain value, on which a graph
+    of dynamo can be guarded; the graph breaks at the lock.
     """
 
     def __init__(self) -> None:
+        self.attends = False
         self._lock = threading.Lock()
         self._by_thread: dict[int, list[Draws]] = {}
 
@@ -44,6 +48,7 @@ class _Open:
             if not self._by_thread:
                 F.dropout, F.scaled_dot_product_attention = _stand_ins
             self._by_thread.setdefault(threading.get_ident(), []).append(randomness)
+            self._look()
 
     def leave(self) -> None:
         with self._lock:
@@ -53,6 +58,10 @@ class _Open:
                 del self._by_thread[threading.get_ident()]
             if not self._by_thread:
                 F.dropout, F.scaled_dot_product_attention = torch_dropout, torch_attention
+            self._look()
+
+    def _look(self) -> None:
+        self.attends = any(each.attend is not None for mine in self._by_thread.values() for each in mine)
 
     def here(self) -> Draws | None:
         """Returns the draws that this thread uses, or None for torch's own."""
@@ -82,20 +91,24 @@ def keyed_functional(randomness: Draws) -> Iterator[None]:
         _open.leave()
 
 
-@torch.compiler.disable
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Stands in for `F.dropout`."""
+    """Stands in for `F.dropout`. A compiled graph breaks only where something is dropped."""
+    return input if not training or p == 0.0 else _drop(input, p, inplace)
+
+
+@torch.compiler.disable
+def _drop(input: Tensor, p: float, inplace: bool) -> Tensor:
     randomness = _open.here()
     if randomness is None or not randomness.keyed:
-        return torch_dropout(input, p, training, inplace)
-    if not training or p == 0.0:
-        return input
+        return torch_dropout(input, p, True, inplace)
     dropped = randomness.drop(input, p, randomness.next_key())
     return input.copy_(dropped) if inplace else dropped
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """Stands in for `F.scaled_dot_product_attention`."""
+    if not _open.attends:
+        return attention(*args, **kwargs)
     randomness = _open.here()
     attend = attention if randomness is None or randomness.attend is None else randomness.attend
     return attend(*args, **kwargs)
@@ -112,8 +125,8 @@ def attention(
 ) -> Tensor:
     """Computes `F.scaled_dot_product_attention`, step by step if its dropout is keyed, since the kernels draw
     inside."""
-    randomness = _open.here()
-    if dropout_p == 0.0 or randomness is None or not randomness.keyed:
+    randomness = None if dropout_p == 0.0 else _open.here()
+    if randomness is None or not randomness.keyed:
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
     weights = attention_weights(query, key, attn_mask, is_causal, **rest)
     groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
