@@ -246,6 +246,31 @@ def test_unused_parameters():
             torch.testing.assert_close(ours, exactly, rtol=0, atol=0.02)
 
 
+def unused_for_a_while(rank: int, exchange: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What `sometimes` was given in all steps, and what it should have been given; it is used in some of them alone."""
+    ddp, state = hooked(Branches(), exchange, **options)
+    weight = ddp.module.sometimes.weight
+    given, wanted = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(6):
+        ddp.zero_grad()
+        x, y = samples(rank, step)
+        nn.functional.mse_loss(ddp(x, both=step in (0, 1, 4)), y).backward()
+        if weight.grad is not None:
+            given += weight.grad
+            own = torch.autograd.grad(nn.functional.mse_loss(ddp.module(x, both=True), y), weight)[0]
+            dist.all_reduce(own)
+            wanted += own / 2
+    kept = sum(tensors["sometimes.weight"] for tensors in state.state_dict()["tensors"].values())
+    dist.all_reduce(kept)
+    return given + kept / 2, wanted
+
+
+@pytest.mark.parametrize("exchange", [{"name": "topk", "ratio": 0.1}, {"name": "bytegrad", "error_feedback": True}])
+def test_nothing_kept_back_is_lost_where_a_parameter_is_not_used(exchange):
+    for found, wanted in ranks(unused_for_a_while, 2, exchange, {"find_unused_parameters": True}):
+        torch.testing.assert_close(found, wanted)
+
+
 def uneven(rank: int, exchange: Any) -> Tensor:
     ddp, _ = hooked(network(), exchange)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -82,7 +82,9 @@ class BucketExchange:
         self._group = self._among("gradients", range(dist.get_world_size(ddp.process_group)))
         self._chunks: list[Chunk] = []
         self._loss_scale, self._scale = loss_scale, 1.0
-        self._norms: list[Tensor] = []  # of this step's buckets
+        # Of this step's buckets. DDP leaves the gradients of parameters alone that no rank has used, so an exchange
+        # must pay nothing of what it keeps back into them.
+        self._kept_back = _KeptBack(ddp.find_unused_parameters or ddp.static_graph) if algorithm.keeps_back else None
         self._arriving: list[tuple[Chunk, _Arrival]] = []  # buckets of a new layout, until all of them are known
         # state that the algorithm takes over when it is attached next
         self._carried: dict[str, Mapping[str, Tensor]] | None = {}
@@ -104,7 +106,8 @@ class BucketExchange:
             if self._chunks:
                 self._algorithm.begin(self.step)
             self.step += 1
-            self._norms.clear()
+            if self._kept_back is not None:
+                self._kept_back.begin()
             self._scale = 1.0 if self._loss_scale is None else float(self._loss_scale())
         arrival = _Arrival(buffer, self._failures)
         if (
@@ -158,9 +161,49 @@ class BucketExchange:
 
     def _submit(self, chunk: Chunk, arrival: "_Arrival", last: bool) -> None:
         divisor = self._group.size if self._algorithm.holds(self.step - 1) is Holds.SUM else 1
-        norms = self._norms if self._algorithm.keeps_back else None
-        work = partial(_exchange, self._algorithm, chunk, self._scale, divisor, norms, last, arrival)
+        work = partial(_exchange, self._algorithm, chunk, self._scale, divisor, self._kept_back, last, arrival)
         self._lane.submit(work, f"gradients {chunk.index}")
+
+
+class _KeptBack:
+    """What decides, at the end of a step, what becomes of what an algorithm keeps back.
+
+    `some_unused`: whether there may be parameters that no rank has used. They are taken from the gradients, which are
+    zeros on all ranks, at the cost of a small all-reduce a bucket.
+    """
+
+    def __init__(self, some_unused: bool) -> None:
+        self._some_unused = some_unused
+        self.begin()
+
+    def begin(self) -> None:
+        self._norms: list[Tensor] = []
+        self._unused: list[str] = []
+
+    def unused(self, chunk: Chunk, group: Group) -> list[Slot]:
+        """Returns those parameters of `chunk` whose gradients, not yet exchanged, are zeros on all ranks."""
+        if not self._some_unused:
+            return []
+        used = torch.stack([(slot.view(chunk.gradient) != 0).any() for slot in chunk.slots]).float()
+        group.all_reduce(used, purpose=f"used {chunk.index}")
+        return [slot for slot, ranks in zip(chunk.slots, used.tolist(), strict=True) if not ranks]
+
+    def exchanged(self, chunk: Chunk, unused: Sequence[Slot]) -> None:
+        """Gives the parameters that are `unused` zeros for gradients, whatever the exchange made of them."""
+        for slot in unused:
+            slot.view(chunk.gradient).zero_()
+        self._unused += [slot.name for slot in unused]
+        self._norms.append(torch.linalg.vector_norm(chunk.gradient))
+
+    def renew(self, algorithm: Algorithm) -> None:
+        """Renews what is kept back, of parameters that were used, unless a norm is not finite: a GradScaler skips such
+        a step, which must leave no trace."""
+        norms = torch.stack(self._norms)
+        bad, one = ~norms.isfinite().all(), torch.ones((), dtype=torch.float64, device=norms.device)
+        if is_accelerator(norms.device):  # the host would have to wait for `bad`
+            algorithm.renew(one, bad.float(), self._unused)
+        elif not bad:
+            algorithm.renew(one, None, self._unused)
 
 
 class _Arrival:
@@ -188,7 +231,7 @@ def _exchange(
     chunk: Chunk,
     scale: float,
     divisor: int,
-    norms: list[Tensor] | None,
+    kept_back: "_KeptBack | None",
     last: bool,
     arrival: _Arrival,
 ) -> None:
@@ -197,9 +240,8 @@ def _exchange(
     - `chunk`: the bucket as a chunk
     - `scale`: the loss scale
     - `divisor`: turns the algorithm's result into the mean
-    - `norms`: norms of the step's buckets so far, where the algorithm keeps something back; None otherwise
-    - `last`: whether it is the step's last bucket. What is kept back is then renewed, unless a norm is not finite: a
-      GradScaler skips such a step, which must leave no trace
+    - `kept_back`: what is known of the step's buckets so far; None where the algorithm keeps nothing back
+    - `last`: whether it is the step's last bucket. What is kept back is then renewed
     - `arrival`: the buffer and its future
 
     After a failure the ranks are no longer at the same operation, so nothing further is tried.
@@ -212,25 +254,18 @@ def _exchange(
                 flat.copy_(buffer)
             if scale != 1:
                 flat.div_(scale)
+            unused = [] if kept_back is None else kept_back.unused(chunk, algorithm.replica.group)
             algorithm.reduce(chunk, torch.ones(()))
             flat.div_(divisor / scale)
-            if norms is not None:
-                norms.append(torch.linalg.vector_norm(flat))
+            if kept_back is not None:
+                kept_back.exchanged(chunk, unused)
                 if last:
-                    _renew(algorithm, torch.stack(norms))
+                    kept_back.renew(algorithm)
             if elsewhere:
                 buffer.copy_(flat)
     except Exception as error:  # for the trainer's thread, which waits for the answer
         arrival.failures.append(error)
     arrival.done.set_result(buffer)
-
-
-def _renew(algorithm: Algorithm, norms: Tensor) -> None:
-    bad, one = ~norms.isfinite().all(), torch.ones((), dtype=torch.float64, device=norms.device)
-    if is_accelerator(norms.device):  # the host would have to wait for `bad`
-        algorithm.renew(one, bad.float(), ())
-    elif not bad:
-        algorithm.renew(one, None, ())
 
 
 def _chunk(
