@@ -496,6 +496,18 @@ def test_export_of_any_other_model_is_plain_safetensors(tmp_path, kind):
     assert json.loads((tmp_path / "model.json").read_text())["class"].endswith(kind.__name__)
 
 
+@pytest.mark.fast
+def test_an_export_removes_what_a_loader_would_read_of_an_earlier_one(tmp_path):
+    earlier = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json"]
+    others = ["tokenizer.json", "notes/adapter_config.json", "weights.safetensors"]
+    (tmp_path / "notes").mkdir()
+    for name in earlier + others:
+        (tmp_path / name).write_text("of before")
+    Engine(lambda: nn.Linear(10, 3), regression, ADAMW, global_batch=4).export(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"model.safetensors", "model.json", *others}
+
+
 def test_a_backend_that_torch_does_not_have_is_refused():
     with pytest.raises(
         UserError, match=r"plan.compile = '../../x' is no backend of torch.compile \(.*inductor.*Give one of them"

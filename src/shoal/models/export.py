@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +17,22 @@ from shoal.models.hf import export_hf
 from shoal.models.hf_map import unmapped
 from shoal.models.pretrained import export_adapter
 
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_ALL = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "model.json",
+    "generation_config.json",
+    *_ADAPTERS,
+)
+
 
 def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> ShoalError | None:
     """Calls `export_model` on a temporary directory, and moves its files to `directory` once all of them are written.
+
+    What an earlier export has left there is removed, where a loader would read it in place of the new files or on top
+    of them: other parts, their index, adapters. An export of adapters leaves a model alone, which may be theirs.
 
     Returns the error, if any, so that all ranks can raise it.
     """
@@ -29,8 +42,7 @@ def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
         shutil.rmtree(fresh, ignore_errors=True)
         export_model(model, weights, fresh)
         directory.mkdir(parents=True, exist_ok=True)
-        for path in fresh.iterdir():
-            path.replace(directory / path.name)
+        _replace(fresh, directory, _ALL if unadapted(model) is model else _ADAPTERS)
     except ShoalError as error:
         return error
     except Exception as error:  # safetensors has an error of its own for a full disk
@@ -40,6 +52,17 @@ def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return None
+
+
+def _replace(fresh: Path, directory: Path, superseded: Sequence[str]) -> None:
+    """Moves what is in `fresh` to `directory`, and removes what else matches `superseded` there."""
+    new = {path.relative_to(fresh) for path in fresh.rglob("*") if path.is_file()}
+    for path in (each for pattern in superseded for each in directory.glob(pattern)):
+        if path.relative_to(directory) not in new:
+            path.unlink()
+    for name in sorted(new):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (fresh / name).replace(directory / name)
 
 
 def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
