@@ -98,6 +98,19 @@ def without_pinning(pinned: bool) -> float:
     return back.sum().item()
 
 
+def cast_on_the_way(up: bool, first: bool) -> float:
+    """Brings bf16 up to fp32, or fp32 down to bf16, from or into pinned memory, and waits; 3000. The defect: torch
+    casts on the host, in memory that is not pinned, unless the program casts `first`, on the device."""
+    if up:
+        x, there = torch.full((SIZE,), 3.0, dtype=torch.bfloat16).pin_memory(), torch.zeros(SIZE, device=device())
+        there.copy_(x.to(device()) if first else x)
+        return there.sum().item()
+    x = torch.full((SIZE,), 3.0, device=device())
+    here = torch.zeros(SIZE, dtype=torch.bfloat16, pin_memory=True)
+    here.copy_(x.bfloat16() if first else x)
+    return here.float().sum().item()
+
+
 def beyond_capacity(size: int) -> str:
     """Allocates `size` bytes, frees them, and does it again; says how it ended."""
     try:

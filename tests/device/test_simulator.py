@@ -74,6 +74,14 @@ def test_a_copy_that_cannot_but_wait_is_reported(device):
 
 
 @either_device
+@pytest.mark.parametrize("up", [False, True])
+def test_a_copy_that_casts_on_the_host_is_reported(up, device):
+    for first, kinds in ((True, set()), (False, {"pageable"})):
+        run = simulate(programs.cast_on_the_way, up, first, name=device)
+        assert run.result == 3000.0 and run.trace.kinds() == kinds
+
+
+@either_device
 @pytest.mark.parametrize(("size", "ends"), [(1 << 20, "fits"), ((1 << 20) + 1, "out of memory")])
 def test_memory_ends_at_the_capacity(size, ends, device):
     run = simulate(programs.beyond_capacity, size, capacity=1 << 20, name=device)

@@ -163,7 +163,8 @@ class Chunk:
             assert isinstance(owned.masters, WholeMasters | CompactMasters), "masters on a disk stay there"
             owned.masters.to(owned.data.device)
         if owned.grad is not None:
-            owned.grad = owned.grad.to(owned.data.device, owned.gradient_dtype_on(owned.data.device))
+            there = owned.grad.to(owned.data.device)  # and cast there, as in `masters.round_into`
+            owned.grad = there.to(owned.gradient_dtype_on(there.device))
 
     # another storage of the data, for versions of the weights
 

@@ -62,6 +62,13 @@ class MasterStore(Protocol):
         """Masters, not to be changed, where they lie."""
 
 
+def round_into(data: Tensor, values: Tensor) -> None:
+    """Rounds `values` into `data`, of another dtype and perhaps on another device: where `values` are, so that half of
+    the bytes cross, straight into pinned memory. torch's copy from a device that casts and waits does so on the host,
+    in memory that is allocated anew and not pinned."""
+    data.copy_(values if values.device == data.device else values.to(data.dtype))
+
+
 class WholeMasters:
     """Masters kept in memory as they are."""
 
@@ -77,7 +84,7 @@ class WholeMasters:
 
     def close(self, data: Tensor, turn: int, is_cast: bool) -> None:
         if not is_cast:
-            data.copy_(self.values)
+            round_into(data, self.values)
 
     def read(self, data: Tensor) -> Tensor:
         return self.values

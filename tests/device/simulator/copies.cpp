@@ -102,6 +102,14 @@ static Tensor& copy_(Tensor& to, const Tensor& given, bool non_blocking) {
     report("pageable\tcopy " + way + " at " + where + "\tthe host's memory is not pinned: it waits\t" +
            std::to_string(to.nbytes()) + " bytes");
   }
+  // A copy of CUDA that is waited for casts on the host, in memory that it allocates there.
+  const bool pinned = (up && is_pinned(from)) || (down && is_pinned(to));
+  if (!non_blocking && pinned && to.dtype() != from.dtype() && to.nbytes() > STAGED) {
+    const std::string where = text(here());
+    std::lock_guard lock(state);
+    report("pageable\tcopy " + way + " at " + where + "\tcasts on the host, in memory that is not pinned\t" +
+           std::to_string(to.nbytes()) + " bytes");
+  }
   if (crosses) between(current_queue(to.get_device()), queue);
   { std::lock_guard lock(state); copied[way] += to.nbytes(); }
   launch(queue, {use_of(source, false), use_of(to, true)}, {"copy " + way, [=] { (void)kept, written.copy_(read); }});

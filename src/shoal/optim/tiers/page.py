@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.chunks.masters import WholeMasters
+from shoal.chunks.masters import WholeMasters, round_into
 from shoal.optim.tiers.disk import sectors, wait
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Page:
         """Rounds the masters into the data, unless that `is_cast` already; what is in memory of its own goes back to
         the disk."""
         if not is_cast and self.is_open:
-            data.copy_(self.values)
+            round_into(data, self.values)
         if self._own:
             self.put_away()
 
@@ -224,7 +224,7 @@ class Page:
             mine.copy_(place)
         self.show(memory)
         if self.has_master:
-            self.chunk.data.copy_(self.values)
+            round_into(self.chunk.data, self.values)
         self.hide()
         self.on_disk = True
 
