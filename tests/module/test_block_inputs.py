@@ -13,6 +13,7 @@ from torch import nn
 
 from shoal import Engine, Plan, UserError
 from shoal.models import regression
+from shoal.module import selective
 from shoal.module.recompute import Recompute
 from tests.exchange import teacher
 
@@ -63,7 +64,7 @@ class Model(nn.Module):
                 case _:
                     y = block(x)
             if self.after:
-                x += y
+                x = y.add_(x) if isinstance(block, _Gives) else x.add_(y)
             else:
                 x = y
         return self.outward(x)
@@ -168,7 +169,40 @@ class _Mutates(nn.Module):
         return torch.tanh(y)
 
 
-def test_a_kept_result_that_is_changed_in_place_is_refused_with_a_remedy():
+class _Gives(nn.Module):
+    """Gives a product, to which the model adds in place."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(teacher.INPUTS, teacher.INPUTS, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class _Recurs(nn.Module):
+    """Its loop over time changes the results of products in place, inside torch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(teacher.INPUTS, teacher.INPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x[None])[0][0]
+
+
+@pytest.mark.parametrize("block", [_Mutates, _Recurs])
+def test_a_kept_result_that_is_changed_in_place_is_computed_again(block):
+    assert trained({"recompute": "selective"}, block, "argument") == trained({}, block, "argument")
+
+
+def test_a_kept_result_that_the_model_changes_behind_the_block_is_computed_again():
+    plain = trained({}, _Gives, "argument", True)
+    assert trained({"recompute": "selective"}, _Gives, "argument", True) == plain
+
+
+def test_where_torch_cannot_compute_a_kept_result_again_it_is_refused_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(selective, "_COMPUTED_AGAIN", None)
     plain = trained({}, _Mutates, "argument")
     with pytest.raises(UserError, match=r"make that out of place .* name other operations in save, or take \"full\""):
         trained({"recompute": "selective"}, _Mutates, "argument")

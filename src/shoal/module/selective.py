@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from shoal.errors import UserError
@@ -31,6 +32,8 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     "convolution": (_aten.convolution.default,),
 }
 """The operations that `selective` can save, by name."""
+_COMPUTED_AGAIN: Any = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+"""What torch stores of an operation that is not kept; None in versions that ask the policy a second time."""
 SAVE = ("matmul", "attention")
 """The operations that `selective` saves where none are named."""
 
@@ -58,6 +61,8 @@ def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
 
     @contextmanager
     def again() -> Iterator[None]:
+        for results in first.storage.values():
+            _leave_out_changed(results)
         second.storage = copy(first.storage)
         second.storage.update((operation, copy(results)) for operation, results in first.storage.items())
         try:
@@ -72,3 +77,17 @@ def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
             ) from error
 
     return first, again
+
+
+def _leave_out_changed(results: Any) -> None:
+    """Has those of an operation's results computed again that were changed in place after they had been kept, as the
+    loops inside nn.LSTM do: what is kept is no copy."""
+    if _COMPUTED_AGAIN is None:
+        return
+    for place, result in results.items():
+        if any(each.val._version != each.version for each in tree_leaves(result) if _is_versioned(each)):
+            results[place] = _COMPUTED_AGAIN
+
+
+def _is_versioned(entry: Any) -> bool:
+    return getattr(entry, "version", None) is not None
