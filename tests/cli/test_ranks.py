@@ -74,6 +74,17 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
     assert len(losses(run_dir)) == row.step + 2
 
 
+def test_a_signal_that_reaches_a_rank_alone_ends_the_run_with_its_code(start, job_file, tmp_path):
+    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=0")
+    wait_for_step(process, tmp_path / "run", 5)
+    ranks = psutil.Process(process.pid).children()
+    next(rank for rank in ranks if rank.environ().get("SHOAL_RANK") == "1").send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl").end.reason == "stopped by SIGTERM"  # type: ignore[union-attr]
+    (row,) = checkpoint.listing(tmp_path / "run" / "checkpoints")
+    assert row.state == "ok"
+
+
 def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_until_a_rank_dies(start, shoal, job_file, tmp_path):
     """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at
     once: from the last checkpoint, and it says so; where the state was on a disk, from the last update."""
