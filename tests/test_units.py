@@ -5,6 +5,7 @@ import math
 import pytest
 
 from shoal import units
+from shoal.plan import nbytes
 
 pytestmark = pytest.mark.fast
 
@@ -34,6 +35,11 @@ def test_counts(value: float, text: str) -> None:
 )
 def test_sizes(value: float, text: str) -> None:
     assert units.size(value) == text
+
+
+@pytest.mark.parametrize("value", [0.3, 512, 1001, 1536, 12_345, 170_241, 999 * 1024 + 1, 3**20])
+def test_a_budget_of_what_is_said_to_be_enough_is(value: float) -> None:
+    assert value <= nbytes(units.enough(value), "budget") <= 1.01 * value + 11
 
 
 @pytest.mark.parametrize(

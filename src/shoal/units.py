@@ -15,6 +15,11 @@ def size(num_bytes: float) -> str:
     return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
+def enough(num_bytes: float) -> str:
+    """Formats bytes as `size`, rounded up: a reader who gives as much has given enough."""
+    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"), up=True)
+
+
 def flops_rate(flops_per_second: float) -> str:
     """Formats FLOP/s with a decimal prefix: 190 GFLOP/s, 1.25 TFLOP/s."""
     return _scaled(flops_per_second, 1000, tuple(f" {prefix}FLOP/s" for prefix in ("", "k", "M", "G", "T", "P")))
@@ -38,7 +43,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole_seconds:02d} s"
 
 
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+def _scaled(value: float, base: int, units: tuple[str, ...], up: bool = False) -> str:
     if not math.isfinite(value):
         return str(value)
     power = 0
@@ -47,6 +52,9 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
         value /= base
         power += 1
     if power == 0:
+        value = math.ceil(value) if up else value
         return f"{value:.3g}{units[0]}" if value != int(value) else f"{int(value)}{units[0]}"
     digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 2
+    if up:
+        value = math.ceil(value * 10**digits) / 10**digits
     return f"{value:.{digits}f}{units[power]}"

@@ -47,6 +47,11 @@ def test_it_says_what_a_rank_needs_and_what_fits(shoal, job_file):
     assert not (job_file.parent / "run").exists()
 
 
+def test_an_option_of_the_planner_that_is_empty_is_not_left_out(shoal, job_file):
+    answer = shoal("plan", job_file, "--budget", "")
+    assert answer.code == 2 and answer.err.startswith("error: --budget goes with --on: name a machine")
+
+
 def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     answer = shoal(
         "plan",

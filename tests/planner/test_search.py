@@ -6,12 +6,14 @@ import math
 import re
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
+from shoal.cli.answer import money
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster
-from shoal.planner.explain import MOST, explain, fits, numbers_of_hosts, smallest, why_not, within_budget
+from shoal.planner.explain import MOST, explain, fits, largest, numbers_of_hosts, smallest, why_not, within_budget
 from shoal.planner.pipes import Pace, cut, fill, simulated
 from shoal.planner.search import Search, search
 from tests.planner.models import GIB, MIB, cluster, model, task
@@ -91,13 +93,37 @@ def test_pins_hold_and_other_fields_are_found() -> None:
         search(task(pins={"tp": 3}))
 
 
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"pp": 2, "stages": [3, 2]}, r"\[3, 2\]: the model has 6 blocks; give each stage at least 1 of them"),
+        ({"pp": 2, "stages": [0, 6]}, r"\[0, 6\]: the model has 6 blocks; give each stage at least 1 of them"),
+        ({"pp": 2, "stages": [2, 2, 2]}, "stages are plan.pp times the chunks of the schedule, .*; free a pin"),
+        ({"pp": 2, "stages": [1, 5], "schedule": "interleaved"}, "stages are plan.pp times the chunks"),
+        ({"pp": 4, "schedule": "interleaved"}, "stages are plan.pp times the chunks of the schedule, each of a block"),
+    ],
+)
+def test_stages_that_the_model_does_not_have_are_refused(pins: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        search(task(pins=pins))
+
+
+def test_stages_that_are_given_are_those_of_each_candidate() -> None:
+    pinned = task(pins={"pp": 2, "stages": [1, 1, 1, 3]})
+    found = search(pinned).best
+    assert {(str(each.choice.stages), each.choice.schedule) for each in found} == {("(1, 1, 1, 3)", "interleaved")}
+    assert fits(pinned) and largest(pinned)[0] > 6, "a deeper model is cut by the planner"  # type: ignore[operator]
+    even = search(task(pins={"pp": 2, "schedule": "interleaved", "stages": [1, 2, 2, 1]})).best
+    assert even[0].seconds < found[0].seconds
+
+
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(UserError, match=r"no plan fits: the one that needs least, .* may use 7.36 MiB\. Take"):
         search(task(on=cluster(memory=8 * MIB)))
 
 
 def test_a_budget_takes_fewer_hosts_and_is_kept() -> None:
-    asked = task(on=cluster(hosts=8, between=1e9))
+    asked = task(on=cluster(hosts=4, between=1e9))
 
     def price(of: Cluster) -> float:
         return 1000 * search(replace(asked, cluster=of)).best[0].seconds / 3600 * of.price
@@ -105,10 +131,14 @@ def test_a_budget_takes_fewer_hosts_and_is_kept() -> None:
     whole, one = price(asked.cluster), price(asked.cluster.with_hosts(1))
     assert one < whole
     within = within_budget(asked, (one + whole) / 2, lambda each: 1000 * each.seconds)
-    assert len(within.cluster.hosts) < 8 and price(within.cluster) <= (one + whole) / 2
+    assert len(within.cluster.hosts) < 4 and price(within.cluster) <= (one + whole) / 2
     assert within_budget(asked, 2 * whole, lambda each: 1000 * each.seconds, "usd").cluster == asked.cluster
-    with pytest.raises(UserError, match=r"the cheapest takes \S+ USD"):
+    with pytest.raises(UserError, match=r"the cheapest takes [0-9.,]+ USD. Give as much") as raised:
         within_budget(asked, one / 10, lambda each: 1000 * each.seconds)
+    enough = money(re.search(r"takes (\S+ USD)", str(raised.value))[1])[0]  # type: ignore[index]
+    assert price(within_budget(asked, enough, lambda each: 1000 * each.seconds).cluster) <= enough <= 1.001 * one
+    with pytest.raises(UserError, match=r"no plan fits: the one that needs least, .* Take more devices"):
+        within_budget(task(on=cluster(memory=8 * MIB)), one, lambda each: each.seconds)
     for currency in ("kUSD", "EUR"):
         with pytest.raises(UserError, match=f'--budget is in "{currency}", prices of toy in "USD"'):
             within_budget(asked, whole, lambda each: 1000 * each.seconds, currency)

@@ -97,7 +97,7 @@ def plan(
 
 def _only_with_on(given: Mapping[str, object]) -> None:
     for option, value in given.items():
-        if value:
+        if value not in (None, []):
             raise UserError(f"{option} goes with --on: name a machine, such as --on 8xh100")
 
 

@@ -120,11 +120,16 @@ def pieces_of(units: Sequence[Unit]) -> list[Piece]:
 
 def _by_number(units: Sequence[Unit], numbers: Sequence[int]) -> list[int]:
     pieces = pieces_of(units)
-    if sum(numbers) != len(pieces) or min(numbers) < 1:
-        raise UserError(
-            f"plan.stages = {list(numbers)}: the model has {len(pieces)} blocks; give each stage at least 1 of them"
-        )
+    check_numbers(numbers, len(pieces))
     return [stage for stage, piece in zip(_repeat(numbers), pieces, strict=True) for _ in piece.units]
+
+
+def check_numbers(numbers: Sequence[int], blocks: int) -> None:
+    """Raises UserError unless each stage has some of a model's `blocks`, and together they have all."""
+    if sum(numbers) != blocks or min(numbers) < 1:
+        raise UserError(
+            f"plan.stages = {list(numbers)}: the model has {blocks} blocks; give each stage at least 1 of them"
+        )
 
 
 def _repeat(numbers: Sequence[int]) -> list[int]:

@@ -203,6 +203,11 @@ class Cluster:
         """An amount in the cluster's currency, for a reader: "40,000 USD", "0.0123 USD"."""
         return f"{amount:{',.0f' if amount >= 1000 else '.4g'}} {self.currency}"
 
+    def enough(self, amount: float) -> str:
+        """An amount as `money`, rounded up to four digits and as --budget reads it: who gives as much gives enough."""
+        digits = max(0, 3 - math.floor(math.log10(amount)))
+        return f"{math.ceil(amount * 10**digits) / 10**digits:,.{digits}f} {self.currency}"
+
     @property
     def watts(self) -> float:
         """Watts of all devices together."""

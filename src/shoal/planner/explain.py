@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from shoal.errors import UserError
 from shoal.planner.cluster import Host, Link
 from shoal.planner.profile import Cut, Profile, deepened
-from shoal.planner.search import Search
+from shoal.planner.search import Search, search
 from shoal.planner.task import EXACT, NAMES, TERMS, Estimate, Found, Task
 
 GB = 10**9
@@ -121,7 +121,8 @@ def fits(task: Task) -> bool:
     compiled, and how replicas agree, changes no memory that is counted."""
     rows = task.microbatch or 1
     asked = replace(task, microbatch=rows, compiled=False, exchanges=(EXACT,))
-    search = Search(replace(asked, recompute=("full",), schedules=(("1f1b", 1),)))
+    schedules = task.schedules if "stages" in task.pins else (("1f1b", 1),)  # whose stages may be several of a rank
+    search = Search(replace(asked, recompute=("full",), schedules=schedules))
     for spread in reversed(search.spreads()):
         for choice in search.choices(spread):
             if choice.microbatch > rows or choice.zero < min(3, 3 * (spread.replicas > 1)):
@@ -141,7 +142,8 @@ def largest(task: Task) -> tuple[int | None, bool, int]:
     def of(blocks: int) -> Profile:
         return deepened(profile, blocks, least // 2)
 
-    blocks, more = _most(lambda blocks: fits(replace(task, profile=of(blocks))), least)
+    pins = {key: value for key, value in task.pins.items() if key != "stages"}  # which are those of so many blocks
+    blocks, more = _most(lambda blocks: fits(replace(task, profile=of(blocks), pins=pins)), least)
     return (blocks, more, of(blocks).parameters) if blocks else (None, False, 0)
 
 
@@ -230,17 +232,18 @@ def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float
         )
     cheapest, found, fastest = math.inf, task, math.inf
     for number in reversed(numbers_of_hosts(len(cluster.hosts))):
-        search = Search(replace(task, cluster=cluster.with_hosts(number)))
-        if min(map(search.bound, search.spreads()), default=math.inf) >= fastest or not (best := search.run().best):
+        tried = Search(replace(task, cluster=cluster.with_hosts(number)))
+        if min(map(tried.bound, tried.spreads()), default=math.inf) >= fastest or not (best := tried.run().best):
             continue
-        price = seconds(best[0]) / 3600 * search.task.cluster.price
+        price = seconds(best[0]) / 3600 * tried.task.cluster.price
         cheapest = min(cheapest, price)
         if price <= budget and best[0].seconds < fastest:
-            found, fastest = search.task, best[0].seconds
+            found, fastest = tried.task, best[0].seconds
     if fastest < math.inf:
         return found
-    said = "no plan fits" if cheapest == math.inf else f"the cheapest takes {cluster.money(cheapest)}"
+    if cheapest == math.inf:
+        search(task)  # which says why nothing fits
     raise UserError(
-        f"--budget {cluster.money(budget)}: {said}. Give more, train for fewer steps or seconds, or take devices that "
-        "cost less"
+        f"--budget {cluster.money(budget)}: the cheapest takes {cluster.enough(cheapest)}. Give as much, train for "
+        "fewer steps or seconds, or take devices that cost less"
     )

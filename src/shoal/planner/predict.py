@@ -81,8 +81,8 @@ class Prediction:
         if GPU not in fits:
             nbytes += self.need.total("host")
         elif fits[HOST].free < 0:
-            return f"a dry run counts {units.size(fits[HOST].needed)} of a host"
-        return f"a dry run counts {units.size(nbytes)}" if nbytes > most else ""
+            return f"a dry run counts {units.enough(fits[HOST].needed)} of a host"
+        return f"a dry run counts {units.enough(nbytes)}" if nbytes > most else ""
 
 
 def predict(

@@ -19,6 +19,7 @@ from itertools import product
 from shoal import units
 from shoal.assembly.compatibility import check_exchange
 from shoal.errors import UserError
+from shoal.pipeline.units import check_numbers
 from shoal.plan import option_name, option_parameters
 from shoal.planner.costs import COMPILING
 from shoal.planner.degrees import PINS, Spread, degrees
@@ -48,8 +49,10 @@ class Search(Estimates):
         task, pieces = self.task, len(self.prices.pieces)
         most = {**task.legal, "stages": min(pieces, task.legal.get("stages", pieces))}
         found = [each for each in degrees(task.cluster.size, most, task.pins) if each.copies <= task.rows]
+        if isinstance(given := task.pins.get("stages"), list) and all(isinstance(each, int) for each in given):
+            check_numbers(given, pieces)
         shares = task.pins.get("shares")
-        return [each for each in found if not shares or each.copies == len(shares)]
+        return [each for each in found if (not shares or each.copies == len(shares)) and self._schedules(each)]
 
     def bound(self, spread: Spread) -> float:
         """Seconds that no choice of these degrees is faster than."""
@@ -161,7 +164,9 @@ class Search(Estimates):
                 "chunks", {"interleaved": 2, "zbv": 2}.get(name, 1)
             )
             schedules = [(name, int(chunks))]
-        return [(name, chunks) for name, chunks in schedules if chunks * spread.stages <= pieces]
+        given = self.task.pins.get("stages")
+        numbers = range(pieces + 1) if given is None else (len(given),)
+        return [(name, chunks) for name, chunks in schedules if chunks * spread.stages in numbers]
 
     def _tiers(self, spread: Spread) -> list[tuple[int, int | None, Offload | None]]:
         """ZeRO stages, how many ranks share a copy, and what lies elsewhere than on the device, in that order: from as
@@ -225,7 +230,7 @@ def search(task: Task) -> Found:
         plan = spoken(near.choice.plan(task.pins).to_dict()) or "one rank"
         raise UserError(
             f"no plan fits: the one that needs least, {plan} with microbatches of {near.choice.microbatch}, takes "
-            f"{units.size(near.bytes)} of a rank, which may use {units.size(task.most)}. Take more devices, or ones "
+            f"{units.enough(near.bytes)} of a rank, which may use {units.size(task.most)}. Take more devices, or ones "
             f"with more memory, a smaller model or shorter rows{', or free what is pinned' if task.pins else ''}"
         )
     return found
@@ -237,6 +242,8 @@ def _no_degrees(task: Task) -> str:
     ways = ["ring" if what == "tokens" and context == "ring" else what for what in asked]
     whys = dict.fromkeys(filter(None, (task.profile.refused.get(what) for what in ways)))
     remedy = "; ".join(whys) or f"{'free a pin, or ' if pinned else ''}take another number of devices"
+    if not whys and {"stages", "schedule"} & set(task.pins):
+        remedy = f"stages are plan.pp times the chunks of the schedule, each of a block at least; {remedy}"
     return (
         f"no degrees fit {task.cluster.size} devices, {task.rows} rows a step and {len(task.profile.parts)} parts of "
         f"the model{f' with {pinned}' if pinned else ''}: {remedy}"
