@@ -94,6 +94,7 @@ def test_devices_of_one_name_are_two_kinds(tmp_path: Path) -> None:
     path.write_text(f"{HOST}flops = {{bf16 = 1e14}}\n{HOST}flops = {{bf16 = 2e14}}\n")
     found = cluster_of(str(path), MACHINES, BETWEEN)
     assert [device.flops["bf16"] for device in found.devices] == [1e14, 2e14]
+    assert found.devices[0].flops["fp32"] == MACHINES["h100"].device.flops["fp32"], "what is not said is the h100's"
     assert devices_said(found) == f"8 x h100, changed by {path} and 8 x h100, changed by {path}"
 
 

@@ -151,7 +151,7 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
     if "reached" in changed:
         changed["reached"] = _shares(changed["reached"], f"{where}: hosts.reached")
     if "flops" in changed:
-        changed["flops"] = _flops(changed["flops"], f"{where}: hosts.flops")
+        changed["flops"] = {**host.device.flops, **_flops(changed["flops"], f"{where}: hosts.flops")}
     if not isinstance(changed.get("on_host", False), bool):
         raise UserError(f"{where}: hosts.on_host = {changed['on_host']!r}: give true or false")
     for key, said in TEXTS.items():
