@@ -27,15 +27,22 @@ class RunningStatistics:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._layers = [
-            m
-            for m in root.modules()
-            if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
-        ]
+        found = {
+            name: each
+            for name, each in root.named_modules()
+            if isinstance(each, _BatchNorm) and each.track_running_stats and each.running_mean is not None
+        }
+        self._names, self._layers = list(found), list(found.values())
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    @property
+    def written(self) -> str | None:
+        """The name of a layer whose statistics a forward would change now; None for none."""
+        layers = zip(self._names, self._layers, strict=True)
+        return next((name or "the model" for name, layer in layers if layer.training), None)
 
     @property
     def numel(self) -> int:

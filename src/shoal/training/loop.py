@@ -76,6 +76,8 @@ class Loop:
         if self.ended:
             raise UserError(self.ended)
         if not torch.is_grad_enabled():
+            if not self._is_open:
+                self._check_writes_nothing()
             with nullcontext() if self._is_open else self._weights.step(("loop", "no gradients")):
                 return self._forward.module(*args, **kwargs)
         if not self._is_open:
@@ -96,6 +98,16 @@ class Loop:
         except BaseException:
             self.abandon()
             raise
+
+    def _check_writes_nothing(self) -> None:
+        """Raises UserError where a forward would write running statistics that no step merges."""
+        effects = self._forward.effects
+        if self._group.size > 1 and effects.merges_statistics and (name := effects.statistics.written) is not None:
+            raise UserError(
+                f"a forward without gradients between two steps would change the running statistics of {name}, in "
+                "training mode, on this rank alone: call model.eval() before it, or make it after a forward of the "
+                "step, before step()"
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Backward of `loss`, the mean of one microbatch. Raises UserError if it is not one number, or one too many in
