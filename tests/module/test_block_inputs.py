@@ -208,3 +208,17 @@ def test_where_torch_cannot_compute_a_kept_result_again_it_is_refused_with_a_rem
         trained({"recompute": "selective"}, _Mutates, "argument")
     for remedy in ({"name": "selective", "save": ["attention"]}, "full"):
         assert trained({"recompute": remedy}, _Mutates, "argument") == plain
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_draws_in_its_kernel_is_computed_again(dropout):
+    """Kept, it would not draw in the second forward, and a dropout behind it would find other draws than the first."""
+    first, _ = selective.keeping(["attention"])()
+    q = torch.empty(2, 4, 8, 16, device="meta", dtype=torch.bfloat16)
+    with first as contexts:
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, dropout, False)
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, dropout_p=dropout)
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, dropout)
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, dropout)
+    entries: Any = [entry for results in contexts.storage.values() for entry in results.values()]
+    assert [isinstance(entry, tuple) for entry in entries] == [not dropout] * 4

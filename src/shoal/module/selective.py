@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from shoal.errors import UserError
+from shoal.module.random import dropout_of
 
 _aten = torch.ops.aten
 OPERATIONS: dict[str, tuple[Any, ...]] = {
@@ -49,7 +50,10 @@ def keeping(save: Sequence[str]) -> Callable[[], Contexts]:
     saved = {operation for name in save for operation in OPERATIONS[name]}
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        keeps = operation in saved and not dropout_of(
+            operation, args, kwargs
+        )  # else what draws after it would draw what it drew
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return partial(_selective_contexts, policy)
 

@@ -1,6 +1,6 @@
 """Keyed randomness: draws depend on the seed, the step, the sample and the module, never on rank or microbatch."""
 
-from shoal.module.random.functional import attention, keyed_functional
+from shoal.module.random.functional import attention, dropout_of, keyed_functional
 from shoal.module.random.keyed import Drawn, KeyedDropout, Randomness
 from shoal.module.random.philox import keep_fallback, keyed_dropout_mask, mix, name_key
 
@@ -9,6 +9,7 @@ __all__ = [
     "KeyedDropout",
     "Randomness",
     "attention",
+    "dropout_of",
     "keep_fallback",
     "keyed_dropout_mask",
     "keyed_functional",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -154,3 +154,12 @@ def attention_weights(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1)
+
+
+def dropout_of(kernel: Any, args: Sequence[Any], given: Mapping[str, Any]) -> float | None:
+    """Returns the dropout with which a kernel of attention is called; None for other operations of torch."""
+    names = [argument.name for argument in kernel._schema.arguments]
+    if "dropout_p" not in names:
+        return None
+    at = names.index("dropout_p")
+    return float(args[at] if at < len(args) else given.get("dropout_p", 0.0))

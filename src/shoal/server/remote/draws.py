@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.device import is_accelerator
 from shoal.errors import UserError
-from shoal.module.random import name_key
+from shoal.module.random import dropout_of, name_key
 
 _MOST = 1 << 63
 _NO_SEED = -1
@@ -134,11 +134,8 @@ def _unseeded(name: str, device: torch.device) -> UserError:
 
 def _may_draw(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
     """Returns whether a call may draw: kernels of attention do so for a dropout above 0 alone."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    at = names.index("dropout_p")
-    return float(args[at] if at < len(args) else given.get("dropout_p", 0.0)) > 0.0
+    dropout = dropout_of(func, args, given)
+    return dropout is None or dropout > 0.0
 
 
 def _dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
