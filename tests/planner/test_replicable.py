@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -64,6 +65,25 @@ def subject(factory: Callable[[], nn.Module]) -> Subject:
     return Subject(factory, build(MODEL).loss, ROW, 1, precision("fp32"))
 
 
+class ByGroups(nn.Module):
+    """A linear map as a product by groups, of which there is one."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.T.unsqueeze(0).contiguous())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = inputs.flatten(0, 1)
+        ends = torch.full((1,), len(rows), dtype=torch.int32)
+        return F.grouped_mm(rows, self.weight, offs=ends).unflatten(0, inputs.shape[:2])
+
+
+def by_groups() -> nn.Module:
+    model = averaging()
+    model.blocks[1].mlp.down = ByGroups(model.blocks[1].mlp.down)  # type: ignore[index, union-attr]
+    return model
+
+
 @pytest.fixture
 def settled(tmp_path: Path) -> Callable[..., Settled]:
     (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 40)
@@ -85,6 +105,11 @@ def test_what_replicas_cannot_keep_is_seen_on_fake_tensors() -> None:
     cut = why_not_replicated(subject(averaging))
     assert cut["copies"] == "" and "mlp.down.average, and with plan.cp = 2 each rank sees a part" in cut["tokens"]
     assert why_not_replicated(subject(build(MODEL).factory)) == {"copies": "", "tokens": ""}
+
+
+def test_a_forward_with_products_by_groups_is_watched_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    assert "mlp.down.average" in why_not_replicated(subject(by_groups))["tokens"]
+    assert not caplog.records  # torch's stand-in takes bf16 alone, and says so
 
 
 def test_a_profile_keeps_it() -> None:

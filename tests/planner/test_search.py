@@ -213,6 +213,15 @@ def test_the_cut_is_the_best_of_all_cuts() -> None:
         assert slowest(found) == pytest.approx(min(map(slowest, edges)), rel=1e-5)
 
 
+def test_more_memory_or_bandwidth_does_not_buy_what_a_dry_run_has_refused() -> None:
+    asked = task(on=cluster(memory=1.2 * GIB))
+    refused, second = search(asked).best[:2]
+    assert refused.seconds < second.seconds
+    never, told = (explain(asked, second, (), refused=each).bought for each in ([], [refused]))
+    assert never["GB/s to the host"] == pytest.approx(second.seconds - refused.seconds)  # neither of them uses it
+    assert told["GB/s to the host"] == 0 and all(saved <= never[what] for what, saved in told.items())
+
+
 def test_what_is_simulated_is_what_the_formula_says_of_even_stages() -> None:
     for name, chunks in (("1f1b", 1), ("interleaved", 2)):
         stages = [Pace(1.0 / chunks, 2.0 / chunks)] * 4 * chunks

@@ -55,7 +55,7 @@ def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: b
     limit = None if given.device is None else float(nbytes(given.device, "--device", 1))
     budget, currency = (None, "") if given.budget is None else money(given.budget)
     chosen = ask(job, assignments, Asked(given.on, given.pins, budget, currency, limit, given.allow))
-    told = explain(chosen.task, chosen.estimate, chosen.others)
+    told = explain(chosen.task, chosen.estimate, chosen.others, refused=[each for each, _ in chosen.passed])
     if page is not None:
         from shoal.cli.answer_page import write_page
 

@@ -13,6 +13,7 @@ from shoal.plan import Plan
 from shoal.planner.degrees import Spread
 from shoal.planner.dry_run import loss_of
 from shoal.planner.prepare import Subject, Untraced, in_one_line, prepared
+from shoal.planner.workspace import Called
 
 REPLICAS = Spread(copies=2), Spread(tokens=2)
 """Replicas that have other samples, and that have other tokens of a row."""
@@ -32,7 +33,7 @@ def why_not_replicated(subject: Subject) -> dict[str, str]:
             subject = replace(subject, plan=Plan(), rank=0)
             with prepared(built, subject) as ready:
                 buffers = _of(ready.local.module)
-                with buffers.watching() as passed:
+                with Called(), buffers.watching() as passed:
                     passed(loss_of(ready, subject))
     except Untraced:
         return found

@@ -11,7 +11,7 @@ from shoal.errors import UserError
 from shoal.planner.cluster import Host, Link
 from shoal.planner.profile import Cut, Profile, deepened
 from shoal.planner.search import Search, search
-from shoal.planner.task import EXACT, NAMES, TERMS, Estimate, Found, Task
+from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
 
 GB = 10**9
 MOST = 1 << 12
@@ -43,12 +43,14 @@ class Explanation:
     devices: int
 
 
-def explain(task: Task, chosen: Estimate, others: Sequence[Estimate], margins: bool = True) -> Explanation:
+def explain(
+    task: Task, chosen: Estimate, others: Sequence[Estimate], margins: bool = True, refused: Sequence[Estimate] = ()
+) -> Explanation:
     """Explains `chosen` of `task`; `others`: the next best. `margins`: also what more of something would buy, for which
-    it is searched again, four times."""
+    it is searched again, four times. `refused`: what would be faster, but for what a dry run has counted."""
     return Explanation(
         binding(task, chosen),
-        bought(task, chosen) if margins else {},
+        bought(task, chosen, refused) if margins else {},
         fragile(chosen, others),
         *largest(task),
         *longest(task),
@@ -92,8 +94,9 @@ def fragile(chosen: Estimate, others: Sequence[Estimate]) -> dict[str, int]:
     return found
 
 
-def bought(task: Task, chosen: Estimate) -> dict[str, float]:
-    """Seconds of a step that more would save: 1 GB of each device, 1 GB/s in hosts, between them, to the host."""
+def bought(task: Task, chosen: Estimate, refused: Sequence[Estimate] = ()) -> dict[str, float]:
+    """Seconds of a step that more would save: 1 GB of each device, 1 GB/s in hosts, between them, to the host. What was
+    `refused` is not what it would buy."""
 
     def more(link: Link) -> Link:
         return link.times(1 + GB / link.bandwidth)
@@ -107,13 +110,19 @@ def bought(task: Task, chosen: Estimate) -> dict[str, float]:
         "GB/s between hosts": replace(task, cluster=replace(cluster, between=more(cluster.between))),
         "GB/s to the host": replace(task, cluster=to_host),
     }
-    found = {}
+    found, out = {}, {_asked(each.choice) for each in refused}
     for what, other in others.items():
         if what == "GB/s between hosts" and len(cluster.hosts) == 1:
             continue
-        best = Search(other).run().best
-        found[what] = max(0.0, chosen.seconds - best[0].seconds) if best else 0.0
+        best = next((each for each in Search(other).run().best if _asked(each.choice) not in out), None)
+        found[what] = max(0.0, chosen.seconds - best.seconds) if best else 0.0
     return found
+
+
+def _asked(choice: Choice) -> Choice:
+    """The choice without what prices find of it, which differs with the memory that there is."""
+    offload = choice.offload and replace(choice.offload, device=0.0)
+    return replace(choice, offload=offload, recompute="none", stages=(), shares=())
 
 
 def fits(task: Task) -> bool:
