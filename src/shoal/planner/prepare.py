@@ -33,6 +33,7 @@ from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import Built
 from shoal.module.known_calls import KnownCalls
 from shoal.module.random import keyed_functional
+from shoal.module.value_checks import values_unchecked
 from shoal.optim.groups import GroupRule
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
@@ -71,7 +72,8 @@ class Untraced(UserError):
 def in_one_line() -> Iterator[None]:
     """Turns errors of somebody else's code, which is run on fake tensors, into Untraced."""
     try:
-        yield
+        with values_unchecked():
+            yield
     except ShoalError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.module.record import ONE_AT_A_TIME
+from shoal.module.value_checks import values_unchecked
 
 
 @dataclass
@@ -129,6 +130,7 @@ def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
+        stack.enter_context(values_unchecked())
         for each in module.modules():
             stack.callback(each.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(each.register_forward_hook(leave, with_kwargs=True).remove)
