@@ -161,6 +161,17 @@ def test_statistics_of_batches_are_those_of_ranks(tmp_path):
         torch.testing.assert_close(saved[1][name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_statistics_of_attempts_that_overflow_are_not_counted(tmp_path):
+    """A worker makes a step anew under a smaller loss scale, with the same samples."""
+    of = {"model": {"name": "resnet", "depth": 20}, "data": {"source": "shapes"}}
+    of["run"] = {"dir": str(tmp_path), "trackers": [], "eval_samples": 4}
+    precision = {"name": "fp16", "initial_scale_power": 22, "hysteresis": 1}
+    run(tmp_path, 1, "sync", of=of, steps=1, global_batch=4, microbatch=2, precision=precision)
+    found = values(tmp_path / "checkpoints/step-00000001")
+    counts = {float(each) for name, each in found.items() if "num_batches_tracked" in name}
+    assert counts == {2.0}
+
+
 def values(path: Path) -> dict[str, torch.Tensor]:
     """Weights and buffers of a checkpoint."""
     into = {name: torch.zeros(shape) for name, shape in tensor_shapes(path).items() if not name.startswith("optim.")}

@@ -116,8 +116,9 @@ class _Worker:
             self._rows.begin()
             self.engine.step_index = step
             result = self.engine.step(batch)
-            if not result.skipped:  # under a loss scale that was too large
+            if not result.skipped:
                 break
+            self._statistics.restore()  # the same samples come again, under a smaller loss scale
         if result.count:
             gradients |= self._gradients
         self._check_buffers()
