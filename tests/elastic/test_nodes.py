@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,6 +56,15 @@ trackers = []
 nproc = 1
 save_every = {every}
 """
+
+
+@pytest.mark.fast
+def test_the_line_by_which_nodes_join_is_one_for_a_shell() -> None:
+    said = nodes.join_line(("10.0.0.1", 41467), Path("/home/me/my runs/job's/join.secret"))
+    secret = "SHOAL_SECRET_FILE=/home/me/my runs/job's/join.secret"
+    assert shlex.split(said) == [secret, "shoal", "train", "--join", "10.0.0.1:41467"]
+    assert nodes.join_line(("::1", 41467), None) == "shoal train --join ::1:41467"
+    assert nodes._place("::1:41467") == ("::1", 41467)
 
 
 @pytest.mark.fast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -57,7 +58,8 @@ def submit(
     from shoal.jobs.cluster.request import read_request
 
     done = submit(read_request(job, assignments or []), on)
-    print(f"job {done.number} of {done.backend}; its output: `shoal jobs logs {done.run_dir}`", file=sys.stderr)
+    log = f"shoal jobs logs {shlex.quote(str(done.run_dir))}"
+    print(f"job {done.number} of {done.backend}; its output: `{log}`", file=sys.stderr)
     print(done.run_dir)
 
 

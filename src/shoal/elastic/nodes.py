@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -79,11 +80,17 @@ def found(
             came(leadership.address)
             return
         given = VARIABLE in os.environ or FILE_VARIABLE in os.environ
-        how = "" if given else f"{FILE_VARIABLE}={program.run_dir / SECRET} "
-        say(f"further nodes join by: {how}shoal train --join {':'.join(map(str, leadership.address))}")
+        say(f"further nodes join by: {join_line(leadership.address, None if given else program.run_dir / SECRET)}")
 
     asks = Ask(signal.SIGINT if came is None else signal.SIGTERM)
     return asyncio.run(_supervise(secret, ranks, begin, arrange, asks, came=came))
+
+
+def join_line(address: tuple[str, int], secret: Path | None) -> str:
+    """The line for a shell by which another node joins at `address`. `secret`: the file with the job's secret; None
+    where the environment of all nodes has it."""
+    how = "" if secret is None else f"{FILE_VARIABLE}={shlex.quote(str(secret))} "
+    return f"{how}shoal train --join {':'.join(map(str, address))}"
 
 
 def found_or_join(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Mapping
@@ -158,8 +159,8 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     holder = holder_of(run_dir)
     if holder is None:
         raise UserError(
-            f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train {run_dir}/resolved.toml "
-            "--set plan.zero=3, which goes on from its newest checkpoint"
+            f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train "
+            f"{shlex.quote(str(run_dir / 'resolved.toml'))} --set plan.zero=3, which goes on from its newest checkpoint"
         )
     if not holder.replans:
         raise UserError(

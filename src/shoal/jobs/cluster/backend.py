@@ -6,6 +6,7 @@ The run directory is the handle of a job: `submitted.json` there says who runs i
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
@@ -88,7 +89,7 @@ def submit(request: Request, on: str) -> Submitted:
     if before is not None and (state := backend(before.backend).state(before)).goes_on:
         raise UserError(
             f"{record} has the job {before.number} of {before.backend}, which {state.word}: stop it by "
-            f"`shoal jobs stop {record}`, or give another run.dir"
+            f"`shoal jobs stop {shlex.quote(str(record))}`, or give another run.dir"
         )
     new = not record.exists()
     try:
@@ -125,7 +126,7 @@ def find(run_dir: Path) -> Submitted:
     except FileNotFoundError:
         raise UserError(
             f"{run_dir} has no {NAME}: no job was submitted there. `shoal jobs submit JOB` submits one; a run that was "
-            f"started by hand is seen by `shoal top {run_dir}`"
+            f"started by hand is seen by `shoal top {shlex.quote(str(run_dir))}`"
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}. Delete it, and submit the job again") from error
