@@ -117,6 +117,14 @@ def test_stages_that_are_given_are_those_of_each_candidate() -> None:
     assert even[0].seconds < found[0].seconds
 
 
+@pytest.mark.parametrize(("pins", "dp"), [({"shard": 2}, {2, 4, 8}), ({"shard": 4, "zero": 1}, {4, 8})])
+def test_a_pinned_shard_is_of_each_candidate(pins: dict[str, Any], dp: set[int]) -> None:
+    plans = [each.choice.plan(pins) for each in search(task(pins=pins)).best]
+    assert {each.dp for each in plans} <= dp and all(each.shard == pins["shard"] and each.zero for each in plans)
+    with pytest.raises(UserError, match=r"no degrees fit 8 devices, .* with shard = 3: free a pin"):
+        search(task(pins={"shard": 3}))
+
+
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(UserError, match=r"no plan fits: the one that needs least, .* may use 7.36 MiB\. Take"):
         search(task(on=cluster(memory=8 * MIB)))

@@ -51,8 +51,9 @@ class Search(Estimates):
         found = [each for each in degrees(task.cluster.size, most, task.pins) if each.copies <= task.rows]
         if isinstance(given := task.pins.get("stages"), list) and all(isinstance(each, int) for each in given):
             check_numbers(given, pieces)
-        shares = task.pins.get("shares")
-        return [each for each in found if (not shares or each.copies == len(shares)) and self._schedules(each)]
+        shares, shard = task.pins.get("shares"), task.pins.get("shard")
+        found = [each for each in found if not shares or each.copies == len(shares)]
+        return [each for each in found if self._schedules(each) and (shard is None or _can_share(each, shard))]
 
     def bound(self, spread: Spread) -> float:
         """Seconds that no choice of these degrees is faster than."""
@@ -173,7 +174,8 @@ class Search(Estimates):
         little as can be on."""
         pins, cluster = self.task.pins, self.task.cluster
         stages = [0] if spread.replicas == 1 else [0, 1, 2, 3]
-        stages = [pins["zero"]] if "zero" in pins else stages
+        if "zero" in pins or pins.get("shard") is not None:  # of which zero = 0 has nothing to share
+            stages = [pins["zero"]] if "zero" in pins else [1, 2, 3]
         within = cluster.per_host // (spread.parts * spread.tokens)
         shards: list[int | None] = [None]
         if "shard" in pins:
@@ -207,6 +209,15 @@ def _goes_with(exchange: str, spread: Spread, zero: int, offloads: bool) -> bool
     """Whether an engine would take such an exchange beside the rest of a plan."""
     try:
         check_exchange(spread.plan(exchange=exchange, zero=zero, memory={} if offloads else None), "whole")
+    except UserError:
+        return False
+    return True
+
+
+def _can_share(spread: Spread, shard: int) -> bool:
+    """Whether so many ranks of these degrees can share a copy of the state."""
+    try:
+        spread.plan(zero=3, shard=shard).check_groups()
     except UserError:
         return False
     return True
