@@ -126,6 +126,8 @@ def test_help_lists_the_commands(shoal):
         (["ckpt", "verify", "/nowhere"], "no such directory: /nowhere"),
         (["ckpt", "verify", "/nowhere/step-00000001"], "no such directory: /nowhere/step-00000001"),
         (["train", "{job}", "--set", "run.dir="], "run.dir is empty"),
+        (["train", "{job}", "--resume", ""], 'run.resume is empty: give "auto", "never", or the directory'),
+        (["train"], "error: give a job file, or --join HOST:PORT"),
         (["ckpt", "export", "/nowhere", "out"], "no such directory: /nowhere"),
     ],
 )

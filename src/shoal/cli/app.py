@@ -85,6 +85,8 @@ def train(
     from shoal.jobs.status import rank_in
 
     _one_of(nproc, roles)
+    if job is None and join is None:
+        raise UserError("give a job file, or --join HOST:PORT")
     if not rank_in(os.environ):  # only rank 0 prints
         print(f"{job or join}: importing torch", flush=True)
     with imports():
@@ -97,8 +99,7 @@ def train(
         if job is not None or any((nodes, coordinator, assignments, resume, roles)):
             raise UserError("--join takes the job of the first node: give --nproc and --host beside it, nothing else")
         raise typer.Exit(join_nodes(join, nproc, host))
-    if job is None:
-        raise UserError("give a job file, or --join HOST:PORT")
+    assert job is not None
     if nodes is not None:
         if roles is not None:
             raise UserError("--nodes and --roles both say which processes there are: give one of them")

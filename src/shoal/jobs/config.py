@@ -134,6 +134,8 @@ class Run:
         _check_changes(self.at)
         if not str(self.dir).strip():
             raise UserError("run.dir is empty: give the directory of the run, or leave it out")
+        if not str(self.resume).strip():
+            raise UserError('run.resume is empty: give "auto", "never", or the directory of a checkpoint or a run')
         for key in ("dir", "resume"):
             object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
         for key in ("eval_every", "eval_samples", "save_every", "norms_every", "verify_every", "first_within"):
