@@ -283,6 +283,9 @@ def test_nodes_come_and_leave_between_two_steps(run: Run, undisturbed):
     first = run.ranks()
     other = run.join(2)
     run.trains(20, world=3)
+    for rank in (*first, *run.ranks(1)):
+        rank.send_signal(signal.SIGTERM)  # a notice to all processes of a node is its supervisor's
+    run.trains(20, world=3)
     other.process.send_signal(signal.SIGTERM)
     assert other.process.wait(30) == 143
     run.trains(20, world=1)

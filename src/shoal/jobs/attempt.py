@@ -115,7 +115,7 @@ class Attempt:
         self.replanner = Replanner(settled, engine, self.recorder, self.saver)
         self.trying = Trying(settled, engine, self.recorder, self.saver)
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
-        self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
+        self.stop = Stop(group, limit, ahead, self.replanner.is_asked, heeds=has_lost is None)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
         self.moves, self.pace, self.shown = Moves(engine), OwnPace(engine), Shown(world, job.run.first_within)
         self.recorder.start(self._about(speed.peak))

@@ -42,19 +42,26 @@ class Stop:
 
     seconds: time limit from now, None for none.
     asked: on rank 0, whether something else is wanted of the ranks between steps (see `wanted`).
+    heeds: whether a signal that reaches this process ends the run. Where a supervisor says what becomes of it (see
+        `ask`) none does: one may have reached all processes of a node, which is to leave while the others go on.
     ahead: reduces in the background and reads each result at the next reduction, so that the training loop never waits;
         nothing else may use `group` then.
     """
 
     def __init__(
-        self, group: Group, seconds: float | None, ahead: bool = False, asked: Callable[[], bool] = lambda: False
+        self,
+        group: Group,
+        seconds: float | None,
+        ahead: bool = False,
+        asked: Callable[[], bool] = lambda: False,
+        heeds: bool = True,
     ) -> None:
         self._group = group
         self._lane = Lane(torch.device("cpu")) if ahead else None
         self._under_way: tuple[Ticket, Tensor] | None = None
         self._started = self._asked = time.monotonic()
         self._seconds, self._something_is_asked = seconds, asked
-        self._received = 0
+        self._received, self._heeds = 0, heeds
         self._left = self._interval = 1
         self._handlers: dict[int, object] = {}
         self.signal: int | None = None
@@ -88,6 +95,8 @@ class Stop:
         self._received = _WISHES.get(how, self._received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self._heeds:
+            return
         self._received = number
         if number == signal.SIGINT:
             signal.signal(number, self._handlers[number])  # type: ignore[arg-type]  # the second ends a step that hangs
