@@ -95,14 +95,15 @@ def test_a_task_that_is_killed_is_started_again_and_no_step_is_lost(role, start,
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_served_job_with_a_checkpoint(number, start, shoal, job_file, tmp_path):
+@pytest.mark.parametrize(("number", "alone"), [(signal.SIGTERM, ""), (signal.SIGINT, ""), (signal.SIGTERM, "ps")])
+def test_a_signal_ends_a_served_job_with_a_checkpoint(number, alone, start, shoal, job_file, tmp_path):
     run_dir = tmp_path / "run"
     process = start("train", job_file, *SERVED, "--set", "train.steps=1000000", "--set", "run.save_every=0")
     reached(run_dir, 10, process)
-    process.send_signal(number)
-    process.communicate(timeout=120)
+    os.kill(processes(run_dir, alone)[0] if alone else process.pid, number)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number
+    assert err.count("error: the ps was stopped by SIGTERM") == bool(alone), err
     step = read(run_dir).steps[-1].step
     assert read(run_dir).checkpoints[-1].step == step
     done = shoal("train", job_file, "--nproc", 1, "--set", f"train.steps={step + 2}")

@@ -70,5 +70,5 @@ def tell(outcome: Outcome) -> None:
 
 if __name__ == "__main__":
     code, place = run(sys.argv[1], sys.argv[2:]), discover()
-    if place.rank == 0 and place.trains and not place.servers and control() is None:
-        sys.exit(code)  # a signal may have reached the ranks alone, of which the launcher says nothing then
+    if control() is None and (place.rank == 0 or place.servers or place.serves is not None):
+        sys.exit(code)  # a signal may have reached this process alone, of which the launcher says nothing then

@@ -32,6 +32,7 @@ RESTARTS = 3
 _LEAVE_SECONDS = 10.0
 """How long a worker may take to end once the server has ended well."""
 _TERM_GRACE = 2.0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def launch_served(program: list[str], roles: Mapping[str, int], run_dir: Path, restarts: int = RESTARTS) -> int:
@@ -84,7 +85,7 @@ class _Task:
         role, number = task
         self.role, self.name = role, f"{role} {number}" if several or role == "worker" else role
         self._program, self._variables, self._log, self._left = program, variables, log, restarts
-        self._number = number
+        self._number, self._kept_down = number, False
         self.gone = False
         """Whether it has ended, and is not started again."""
         self._start()
@@ -103,6 +104,10 @@ class _Task:
         self.gone = True
         code, failure = self.process.process.returncode, read_failure(self.process.failure_file)
         why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code in _STOPPED and failure is None:
+            if self._kept_down:
+                return code
+            why = f"was stopped by {signal.Signals(code - 128).name}"
         if failure is not None:
             why = f"has failed: {failure.message}"
         lost = code != 0 and (failure is None or failure.exit_code in (1, LaunchError.exit_code)) and code < 128
@@ -124,8 +129,8 @@ class _Task:
         return failure is not None and failure.exit_code not in (0, 1, LaunchError.exit_code)
 
     def keep_down(self) -> None:
-        """Has it not started again from here on."""
-        self._left = 0
+        """Has it not started again from here on, where all are to end."""
+        self._left, self._kept_down = 0, True
 
     def end(self) -> None:
         """Ends the process and those that it started."""
