@@ -9,10 +9,12 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from shoal.chaos import verdict
 from shoal.chaos.faults import KINDS, LASTING, Fault, drawn, read_schedule
 from shoal.chaos.inject import shut_connections
 from shoal.chaos.nodes import coordinator
@@ -199,3 +201,16 @@ def test_steps_that_are_slow_by_themselves_wait_for_a_fault_too(tmp_path):
     for pace, usual, total, last in ((0.0, 0.25, 1000, 120.0), (0.05, 0.05, 1000, 150.0), (0.05, 0.05, 140, 110.0)):
         Steps(tmp_path, total, pace, usual).until(Fault("kill", 100))
         assert (tmp_path / "pace").read_text() == f"{pace} {last}"
+
+
+def test_what_a_run_leaves_in_shared_memory_is_named_and_semaphores_of_any_program_are_not(tmp_path, monkeypatch):
+    shared, temporary = tmp_path / "shm", tmp_path / "tmp"
+    shared.mkdir(), temporary.mkdir()
+    monkeypatch.setattr(verdict, "_SHARED", shared)
+    monkeypatch.setattr(verdict, "_PATIENCE", 0.0)
+    files, cluster = verdict.Files(), SimpleNamespace(mark="of this run", temporary=temporary)
+    (shared / "sem.mp-abcd1234").touch()  # torch.compile in another program has such
+    assert files.check(cluster).passed
+    (shared / "shoal-group").touch()
+    found = files.check(cluster)
+    assert not found.passed and found.text == f"left: ['{shared}/shoal-group']"

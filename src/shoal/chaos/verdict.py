@@ -138,8 +138,10 @@ class Files:
 
 
 def _shared() -> set[str]:
+    """All but multiprocessing's semaphores, which its tracker removes once the process has ended that made them, of
+    whatever program: until then nobody need have them open."""
     found = [path for path in _SHARED.rglob("*") if path.is_file()] if _SHARED.is_dir() else []
-    return {str(path) for path in found}
+    return {str(path) for path in found if not path.name.startswith("sem.mp-")}
 
 
 def _held_by_others(mark: str) -> set[str]:
