@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+_BYTES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
+
 
 def count(value: float) -> str:
     """Formats a number with three significant digits and a decimal prefix: 950, 12.3k, 4.56M."""
@@ -12,12 +14,12 @@ def count(value: float) -> str:
 
 def size(num_bytes: float) -> str:
     """Formats bytes with three significant digits and a binary unit: 512 B, 1.20 GiB."""
-    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+    return _scaled(num_bytes, 1024, _BYTES)
 
 
 def enough(num_bytes: float) -> str:
     """Formats bytes as `size`, rounded up: a reader who gives as much has given enough."""
-    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"), up=True)
+    return _scaled(num_bytes, 1024, _BYTES, up=True)
 
 
 def flops_rate(flops_per_second: float) -> str:

@@ -63,7 +63,6 @@ class Demo:
         self._progress = Progress(self._steps, sys.stdout)
         self._shown = 0
         self._began = 0.0
-        self._comes = False  # the other node has been started, and does not train yet
 
     def show(self) -> None:
         """Shows the run to its end, and what it suffers on the way."""
@@ -76,8 +75,6 @@ class Demo:
             self._until(lambda: False)
         except Over:
             self._show_records()
-            if self._comes:
-                self._progress.message("  the run was over before it could train: this machine has other work to do")
         self._progress.close()
 
     def _is_over(self, share: float) -> bool:
@@ -111,10 +108,13 @@ class Demo:
     def _join(self) -> None:
         since = self._watch.now()
         self._cluster.join(1)
-        self._comes = True
         self._progress.message(f"step {since.step}: another node with one worker joins")
-        self._until(lambda: self._watch.nodes == 2 and self._watch.next_step(since, True) is not None)
-        self._comes = False
+        try:
+            self._until(lambda: self._watch.nodes == 2 and self._watch.next_step(since, True) is not None)
+        except Over:
+            self._show_records()
+            self._progress.message("  the run was over before it could train: this machine has other work to do")
+            raise
         step = self._watch.next_step(since, True)
         assert step is not None
         came, stood = units.duration(step.time - since.time), units.duration(self._watch.stall(since))

@@ -15,6 +15,7 @@ from shoal.federated.settings import Federated
 from shoal.jobs.config import SECTIONS, Auto, Job, Origins
 from shoal.plan import AUTO, Plan
 
+_hints = cache(get_type_hints)  # asked for in each generation of an elastic run, while its ranks wait
 _SPOKEN = {
     int: "a whole number",
     float: "a number",
@@ -223,11 +224,6 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
             f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} "
             f"{value!r}"
         )
-
-
-@cache  # they are read again in each generation of an elastic run, while its ranks wait
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _spoken(hint: Any) -> str:

@@ -165,7 +165,6 @@ class _Block:
         self._again = again
         self._own = vars(module).get("forward")  # a forward set on the instance, such as a compiled one
         self._changing: set[str] | None = None  # names of buffers that forwards have changed; None before the first
-
         self._in_place: set[int] | None = None  # inputs that forwards change; None before the first
 
     @property

@@ -50,9 +50,8 @@ def keeping(save: Sequence[str]) -> Callable[[], Contexts]:
     saved = {operation for name in save for operation in OPERATIONS[name]}
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = operation in saved and not dropout_of(
-            operation, args, kwargs
-        )  # else what draws after it would draw what it drew
+        # were attention kept that draws its dropout, what draws after it would draw in backward what it drew
+        keeps = operation in saved and not dropout_of(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return partial(_selective_contexts, policy)

@@ -174,8 +174,10 @@ class Search(Estimates):
         little as can be on."""
         pins, cluster = self.task.pins, self.task.cluster
         stages = [0] if spread.replicas == 1 else [0, 1, 2, 3]
-        if "zero" in pins or pins.get("shard") is not None:  # of which zero = 0 has nothing to share
-            stages = [pins["zero"]] if "zero" in pins else [1, 2, 3]
+        if pins.get("shard") is not None:
+            stages = [1, 2, 3]  # zero = 0 has nothing to share
+        if "zero" in pins:
+            stages = [pins["zero"]]
         within = cluster.per_host // (spread.parts * spread.tokens)
         shards: list[int | None] = [None]
         if "shard" in pins:
