@@ -136,7 +136,7 @@ def fits(task: Task) -> bool:
         for choice in search.choices(spread):
             if choice.microbatch > rows or choice.zero < min(3, 3 * (spread.replicas > 1)):
                 continue
-            if search.fits(search.estimate(choice)):
+            if search.fits(search.begun(choice, search.counts(choice))):
                 return True
     return False
 

@@ -82,7 +82,7 @@ class Lane:
         self.speeds = prices.speeds(spread.stages)
         work = cache(self._work)
         self.works = [work(stage) for stage in cuts.pieces]
-        self.front = cache(self._front)
+        self.front, self.dearness = cache(self._front), cache(self._dearness)
 
     def _work(self, pieces: tuple[tuple[int, int], ...]) -> Work:
         forward = backward = sent_forward = sent_backward = 0.0
@@ -100,6 +100,16 @@ class Lane:
     def _front(self, rank: int, flying: tuple[int, ...], spared: bool) -> Front:
         """What may be done with the blocks of a rank of which so many microbatches of each stage are under way.
         `spared`: the last block of each stage is not computed again."""
+        return front(self._kinds(rank, flying, spared), len(self.policies))
+
+    def _dearness(self, rank: int, flying: tuple[int, ...]) -> float:
+        """Seconds of a microbatch that a rank computes again at least for a byte that it frees; 0 where nothing
+        frees any."""
+        kinds = self._kinds(rank, flying, False)
+        ways = [pair for kind in kinds for pair in zip(kind.costs, kind.frees, strict=True)]
+        return min((cost / free for cost, free in ways if free > 0), default=0.0)
+
+    def _kinds(self, rank: int, flying: tuple[int, ...], spared: bool) -> tuple[Kind, ...]:
         kinds = []
         for stage, number in zip(range(rank, len(self.works), self.ranks), flying, strict=True):
             last = max((numbers[-1] for _, numbers in self.cuts.blocks[stage]), default=-1)
@@ -112,7 +122,7 @@ class Lane:
                 costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in again]
                 frees = [number * self._rows * size.frees(policy) for policy in self.policies]
                 kinds.append(Kind(len(numbers) - (spared and numbers[-1] == last), tuple(frees), tuple(costs)))
-        return front(tuple(kinds), len(self.policies))
+        return tuple(kinds)
 
     def split(self, rank: int, counts: Counts) -> list[Counts]:
         """The counts of a rank's blocks, stage by stage, with all blocks that were spared among the first way."""

@@ -23,7 +23,7 @@ from shoal.pipeline.units import check_numbers
 from shoal.plan import option_name, option_parameters
 from shoal.planner.costs import COMPILING
 from shoal.planner.degrees import PINS, Spread, degrees
-from shoal.planner.estimates import Estimates
+from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.lanes import alone
 from shoal.planner.task import EXACT, Choice, Estimate, Found, Offload, Task, spoken
 
@@ -71,7 +71,7 @@ class Search(Estimates):
         """Searches. Of equal seconds the first in the order of degrees and options wins."""
         bounds = sorted((self.bound(each), place, each) for place, each in enumerate(self.spreads()))
         self._best = []
-        nearest: Estimate | None = None
+        nearest: Begun | None = None
         priced = bounded = 0
         for bound, _, spread in bounds:
             if bound >= self._worst:
@@ -81,29 +81,42 @@ class Search(Estimates):
             for choice in self.choices(spread):
                 if choice.offload and any(each in enough for each in _nearer(choice, choice.offload)):
                     continue
-                estimate = self.estimate(choice)
                 priced += 1
-                if (fits := self.fits(estimate)) and (choice.offload or self._at_ease(estimate)):
+                if self._is_slow(choice):
+                    continue
+                begun = self.begun(choice, self.counts(choice))
+                if (fits := self.fits(begun)) and (choice.offload or self._at_ease(begun)):
                     enough.add(choice)
                 if not fits:
-                    if nearest is None or estimate.bytes < nearest.bytes:
-                        nearest = estimate
-                elif (seconds := self.rank(estimate)) < self._worst:
-                    entry = (-seconds, -priced, estimate)
-                    (heapq.heappush if len(self._best) < BEST else heapq.heapreplace)(self._best, entry)
+                    if nearest is None or begun.bytes < nearest.bytes:
+                        nearest = begun
+                elif self._ranked(choice, math.fsum(begun.terms.values())) < self._worst:
+                    estimate = self.finished(begun)
+                    if (seconds := self.rank(estimate)) < self._worst:
+                        entry = (-seconds, -priced, estimate)
+                        (heapq.heappush if len(self._best) < BEST else heapq.heapreplace)(self._best, entry)
         ranked = [self.simulated(each) for _, _, each in sorted(self._best, reverse=True)]
         ranked.sort(key=self.rank)  # stable: of equal ones the first stays
-        return Found(tuple(ranked), priced, len(bounds), bounded, nearest)
+        near = None if nearest is None else self.finished(nearest)
+        return Found(tuple(ranked), priced, len(bounds), bounded, near)
 
-    def fits(self, estimate: Estimate) -> bool:
+    def _is_slow(self, choice: Choice) -> bool:
+        """Whether a choice is slower than the candidates however its blocks are treated, and no other one is left out
+        where it fits (see _nearer): what it needs of memory is not asked then."""
+        if math.isinf(self._worst) or (choice.offload and any(each and each.disk for each in self.offloads)):
+            return False
+        seconds, again = self.floor(choice)
+        return (again or choice.offload is not None) and self._ranked(choice, seconds) >= self._worst
+
+    def fits(self, estimate: Estimate | Begun) -> bool:
         """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""
         if self.prices.slowest.on_host:
             return estimate.bytes + estimate.on_host <= self.task.most
         return estimate.bytes <= self.most(estimate.choice) and estimate.on_host <= self.task.cluster.host_memory
 
-    def _at_ease(self, estimate: Estimate) -> bool:
+    def _at_ease(self, begun: Begun) -> bool:
         """Whether nothing is computed again but what a pin says."""
-        return estimate.choice.recompute == "none" or "recompute" in self.task.pins
+        return "recompute" in self.task.pins or self._option(begun.lane, begun.counts) == "none"
 
     @cached_property
     def compiles(self) -> tuple[bool, ...]:
@@ -116,10 +129,17 @@ class Search(Estimates):
     def rank(self, estimate: Estimate) -> float:
         """Seconds of a step by which candidates are ranked: with compiled blocks they have to be `SURE` to be fewer,
         and a step has its share of what compiling takes before the first one."""
-        if not estimate.choice.compile or "compile" in self.task.pins:
-            return estimate.seconds
-        kinds = len({part.kind for part in self.task.profile.parts if part.is_block})
-        return (1 + SURE) * estimate.seconds + COMPILING * kinds / (self.task.steps or math.inf)
+        return self._ranked(estimate.choice, estimate.seconds)
+
+    def _ranked(self, choice: Choice, seconds: float) -> float:
+        if not choice.compile or "compile" in self.task.pins:
+            return seconds
+        return (1 + SURE) * seconds + COMPILING * self._kinds / (self.task.steps or math.inf)
+
+    @cached_property
+    def _kinds(self) -> int:
+        """Kinds of blocks, each of which is compiled."""
+        return len({part.kind for part in self.task.profile.parts if part.is_block})
 
     @property
     def _worst(self) -> float:
@@ -131,7 +151,7 @@ class Search(Estimates):
         tiers, kinds = self._tiers(spread), product(self._schedules(spread), self.compiles)
         for rows, ((schedule, chunks), compiled) in product(self._microbatches(spread), list(kinds)):
             first = Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
-            if self.least(first) < self._worst:
+            if math.isinf(self._worst) or self.least(first) < self._worst:
                 tiered = [replace(first, zero=zero, shard=shard, offload=away) for zero, shard, away in tiers]
                 yield from (replace(each, exchange=how) for each in tiered for how in self._exchanges(each))
 
