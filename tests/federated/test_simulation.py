@@ -131,6 +131,30 @@ def test_statistics_of_results_from_older_weights_stay_possible():
     assert stale > 2
 
 
+class Weighed(nn.Module):
+    """Draws from numpy's global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(INPUTS, 3)
+
+    def forward(self, x):
+        return self.last(x * np.random.rand())
+
+
+def test_what_a_forward_draws_from_numpy_is_of_the_round_and_the_client():
+    """A trace of clients together held the first number for all steps of a run."""
+    found = []
+    for seed in (1, 2):
+        np.random.seed(seed)
+        sim = simulation(Federated(clients=3, local_steps=2), recipe(model=Weighed))
+        assert sim.why.startswith("its forward draws from numpy or Python")
+        sim.round()
+        found.append(sim.weights)
+        assert np.random.rand() == np.random.RandomState(seed).rand(), "nor does it draw from there"
+    assert torch.equal(*found)
+
+
 def light(model, mb):
     total, count = classification(model, mb)
     return total / 128, count / 128

@@ -15,6 +15,7 @@ from shoal.federated.one_by_one import OneByOne
 from shoal.federated.recipe import Recipe, Trained
 from shoal.federated.schedule import Task
 from shoal.federated.together import Together, together_or_why
+from shoal.module.random import host_draws
 
 
 class LocalTraining:
@@ -49,11 +50,13 @@ class LocalTraining:
 
         starts: the weights that they begin from, [size of the model], or of each one. rate: see Recipe.
         """
-        seed_generators(self.device, hash((self.recipe.seed, group[0].client, group[0].turn)))
+        drawn = hash((self.recipe.seed, group[0].client, group[0].turn))
+        seed_generators(self.device, drawn)
         clients, turns = [task.client for task in group], [task.turn for task in group]
         held, batch, seed = self.clients.train, self.recipe.batch, self.recipe.seed
         rows = rows_of_batches(held, clients, turns, group[0].steps, batch, seed)
-        return self._local.train(starts, rows, [task.steps for task in group], rate)
+        with host_draws(drawn):
+            return self._local.train(starts, rows, [task.steps for task in group], rate)
 
     @torch.no_grad()
     def put(self, weights: Tensor) -> None:

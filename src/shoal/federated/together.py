@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from shoal.federated.flat import Flat
 from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, is_elementwise, limited, mean_of, norm_of
+from shoal.module.random import host_draws, host_state
 
 MOST = 32
 """Clients that train at once, at most."""
@@ -90,13 +91,18 @@ class Together:
         rows = torch.zeros(self.size, self._recipe.batch, dtype=torch.int64)
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         try:
-            graph = make_fx(vmap(one, randomness="different"))(*self._weights, *self._anchors, *self._batch(rows))
+            with host_draws(0):
+                undrawn = host_state()
+                graph = make_fx(vmap(one, randomness="different"))(*self._weights, *self._anchors, *self._batch(rows))
+                draws = host_state() is not undrawn
         finally:
             changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
             for name in changed:
                 module.get_buffer(name).copy_(before[name])
         if changed:
             raise NotImplementedError(f"its forward changes {', '.join(changed)}")
+        if draws:
+            raise NotImplementedError("its forward draws from numpy or Python, which a trace would hold as constants")
         without_repeats(graph.graph)
         graph.recompile()
         return graph

@@ -9,8 +9,8 @@
                                                   the bytes that backward would keep
 
 Blocks are the repeated parts of the model. A second forward finds inputs and buffers as the first did and changes none;
-keyed dropout and torch's generators repeat their draws; hooks on the block itself, outside of the recomputed part, run
-once.
+keyed dropout and the generators of torch, numpy and Python repeat their draws; hooks on the block itself, outside of
+the recomputed part, run once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffers import buffers_replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
 from shoal.module.meter import Meter, in_functorch
+from shoal.module.random import host_draws, host_state
 from shoal.module.selective import SAVE, Contexts, keeping
 from shoal.plan import Option, check_parameters, option_name, option_parameters
 
@@ -185,7 +186,8 @@ class _Block:
             found = self._buffers()
             given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
-            both = first, _Anew([*makers, partial(self._as_found, found), given.found_again, second])
+            draws = partial(host_draws, host_state())
+            both = first, _Anew([draws, *makers, partial(self._as_found, found), given.found_again, second])
             output = checkpoint(
                 lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
             )

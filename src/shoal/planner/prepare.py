@@ -32,7 +32,7 @@ from shoal.errors import ShoalError, UserError
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import Built
 from shoal.module.known_calls import KnownCalls
-from shoal.module.random import keyed_functional
+from shoal.module.random import host_draws, keyed_functional
 from shoal.module.value_checks import values_unchecked
 from shoal.optim.groups import GroupRule
 from shoal.parallel.tensor import Rules, check_placements, check_rules
@@ -154,6 +154,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     among, plain = ranks(replace(subject.plan, compile=False), world), replace(precision, fp8=False)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(host_draws(0))
         local = localize(model, among, plain, rules=rules, in_stages=False)
         parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)

@@ -16,7 +16,7 @@ from shoal.data import Batch
 from shoal.device import to_device
 from shoal.exchange.rows import ByRows, as_rows
 from shoal.module.compiling import branching
-from shoal.module.random import Randomness, keyed_functional
+from shoal.module.random import Randomness, host_draws, keyed_functional
 from shoal.parallel.axis import Axis
 from shoal.training.effects import Effects
 from shoal.training.loss import Loss, Sums, sums_of
@@ -82,9 +82,14 @@ class Forward:
                 axis.end()
 
     @contextmanager
-    def keyed(self) -> Iterator[None]:
-        """Wraps forward and backward: what is drawn there is keyed, if it is to be."""
-        with branching(), keyed_functional(self.randomness) if self.is_keyed else nullcontext():
+    def keyed(self, seeded: bool = True) -> Iterator[None]:
+        """Wraps forward and backward: what is drawn there is keyed, if it is to be.
+
+        `seeded`: whether numpy's and Python's draws are those of the microbatch that the randomness has begun; else
+        they are the caller's.
+        """
+        host = host_draws(self.randomness.first) if seeded else nullcontext()
+        with branching(), host, keyed_functional(self.randomness) if self.is_keyed else nullcontext():
             yield
 
     @contextmanager

@@ -85,16 +85,12 @@ class Loop:
         forward = self._group.size * self._forwards + self._group.rank
         self._forwards += 1
         try:
-            with (
-                keep_generators([self._device]),
-                self._weights.watching(),
-                self._forward.keyed(),
-                self._buffers.watching() as gave,
-            ):
+            with keep_generators([self._device]):
                 self._forward.randomness.begin(self._step_index(), [forward])
-                output = self._forward.module(*args, **kwargs)
-                gave(output)
-                return output
+                with self._weights.watching(), self._forward.keyed(), self._buffers.watching() as gave:
+                    output = self._forward.module(*args, **kwargs)
+                    gave(output)
+                    return output
         except BaseException:
             self.abandon()
             raise

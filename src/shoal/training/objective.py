@@ -37,9 +37,10 @@ class Objective:
             forward.rows()
         ):  # a rank without a microbatch runs one that does not count: its collectives are the others'
             for ids, counts in with_idle(share.microbatches, number, batch.ids[:1]):
-                if forward.is_keyed:  # else it draws from torch's generators, which are the caller's
+                if forward.is_keyed:  # else it draws from the global generators, which are the caller's
                     forward.randomness.begin(batch.step, ids)
-                with forward.keyed(), forward.effects.of(counts=False):  # a function leaves nothing behind
+                # a function leaves nothing behind
+                with forward.keyed(seeded=forward.is_keyed), forward.effects.of(counts=False):
                     sums = forward.sums(forward.load(batch, ids))
                 weight = float(counts)
                 total, count = total + weight * sums.total, count + weight * sums.count

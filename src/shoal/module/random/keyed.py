@@ -5,7 +5,7 @@ any second run of a step, drops the same elements. The mask is made again in bac
 a tensor counts samples; where it does not (time-major), the whole microbatch is one sample, named by its first id.
 
 Other draws (`torch.rand` in a forward) come from torch's generator, seeded for each microbatch by (seed, step, first
-sample id).
+sample id); those from numpy and Python from generators seeded alike (see `host`).
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class Randomness:
             layer.calls, layer.forward_calls = 0, 0
         seed = self._first = (base ^ int(ids[0] if len(ids) else 0)) & (SIGN - 1)
         seed_generators(self.device, seed)
+
+    @property
+    def first(self) -> int:
+        """The seed of draws that are not keyed."""
+        return self._first
 
     def drawn(self) -> Drawn:
         """Returns the state of the draws of the forward that ends now, for a backward that does not follow

@@ -8,7 +8,6 @@ which fake tensors do not have, it finds zero.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.module.random import host_draws
 from shoal.module.record import ONE_AT_A_TIME
 from shoal.module.value_checks import values_unchecked
 
@@ -147,15 +147,13 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     kept = [(each, dict(each.__dict__)) for each in module.modules()]
     tables = ("_parameters", "_buffers", "_modules")
     inner = [(each, {table: dict(each.__dict__[table]) for table in tables}) for each, _ in kept]
-    state = random.getstate()
-    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), host_draws(0):
         log = logging.getLogger("torch._subclasses.fake_tensor")
         spoke, log.disabled = log.disabled, True  # inputs that do not fit are told at length
         try:
             module.train()
             yield
         finally:
-            random.setstate(state)
             log.disabled = spoke
             for (each, before), (_, held) in zip(kept, inner, strict=True):
                 each.__dict__.clear()
