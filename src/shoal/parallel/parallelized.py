@@ -68,6 +68,8 @@ class Parallelized:
             named = built.module.named_parameters()
             self.built, self.layers = built, CutLayers()
             self.layouts = {name: Layout.replicated(tuple(each.shape)) for name, each in named}
+        if self._tensor in self.axes:
+            self._tensor.watch(self.built.module, self.layouts)
         if self._experts in self.axes:
             self._experts.watch(self.built.module)
         if self._rows in self.axes:

@@ -71,6 +71,7 @@ class Context:
     def watch(self, module: nn.Module) -> None:
         """Registers hooks that give `module` the positions of this rank's tokens. Raises UserError for a model that
         takes none, or looks at several tokens elsewhere than in attention."""
+        self._neighbours.know(module)
         module = unadapted(module)
         check_model(module, self.size)
         parameters = list(inspect.signature(module.forward).parameters)
@@ -216,6 +217,7 @@ class Context:
             return self._attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        self._neighbours.check_places()
         if query.shape[-1] != value.shape[-1]:
             return of_one_width(self.attend, (query, key, value), (attn_mask, dropout_p, is_causal), scale, enable_gqa)
         if attn_mask is not None:

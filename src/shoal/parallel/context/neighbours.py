@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.parallel.context.asked import check_result
-from shoal.parallel.in_loss import InLoss
+from shoal.parallel.in_loss import InLoss, calls_of
 
 # Of functions that pick or move elements by their place: the dims along which they do, from their arguments.
 
@@ -63,7 +63,11 @@ class Neighbours(InLoss):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self._ranks, self._rows = ranks, torch.Size()
+        self._ranks, self._rows, self._parts = ranks, torch.Size(), set[nn.Module]()
+
+    def know(self, module: nn.Module) -> None:
+        """Takes the parts of the model, of which a loss may call one by itself."""
+        self._parts = set(module.modules())
 
     @contextmanager
     def looking_at(self, rows: torch.Size) -> Iterator[None]:
@@ -76,6 +80,19 @@ class Neighbours(InLoss):
         if self._is_open:
             check_result(module, output, self._rows)
         super().out_of_model(module, args, output)
+
+    def check_places(self) -> None:
+        """Raises UserError where attention runs in a part of the model that the loss has called by itself, without
+        position_ids: it takes this rank's tokens for the first ones of a row."""
+        if not self._is_open or self._in_model:
+            return
+        calls = list(calls_of(self._parts))
+        if not calls or calls[-1].get("position_ids") is None:  # the outermost one, by the loss itself
+            raise UserError(
+                f"plan.cp = {self._ranks}: the loss calls a part of the model, which takes this rank's tokens for the "
+                "first ones of their rows: call the model itself, or give that part "
+                'position_ids=microbatch["position_ids"]'
+            )
 
     def check(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         if self._is_part(*args) if func is Tensor.__getitem__ else self._moves(func, args, kwargs):

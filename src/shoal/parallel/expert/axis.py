@@ -21,7 +21,7 @@ from shoal.parallel.expert.counts import ExpertCounts
 from shoal.parallel.expert.mixtures import mixtures
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.expert.spread import Spread
-from shoal.parallel.expert.weights import ExpertWeights
+from shoal.parallel.expert.weights import expert_weights
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor import Region, Rules, kind_of
 
@@ -80,7 +80,7 @@ class ExpertParallel(Axis):
 
     def watch(self, module: nn.Module) -> None:
         """Refuses losses that compute with the experts in `module`, where these are spread."""
-        self._weights = ExpertWeights(module, self.size)
+        self._weights = expert_weights(module, self.size)
 
     def around_loss(self) -> AbstractContextManager[None]:
         return self._weights.looking()

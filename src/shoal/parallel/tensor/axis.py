@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.comm import World
@@ -21,6 +22,7 @@ from shoal.parallel.tensor.cuts import Cuts
 from shoal.parallel.tensor.overlap import TokenRing
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.slicing import Sliced, cut_among
+from shoal.parallel.weights_in_loss import WeightsInLoss
 
 SAME = 1e-5
 """How far the losses of ranks may be apart, relative to each other, where kernels round what they share another way."""
@@ -49,6 +51,26 @@ class TensorParallel(Axis):
         self.shares_tokens = self.region.sequence
         self.sums_gradients = any(self.name in layout.reduce for layout in sliced.layouts.values())
         return sliced
+
+    def watch(self, module: nn.Module, layouts: Mapping[str, Layout]) -> None:
+        """Refuses losses that compute with parameters of `module` of which ranks have parts, or whose gradients they
+        add up."""
+
+        def why(name: str) -> str | None:
+            layout = layouts.get(name)
+            if layout is None:
+                return None
+            if not layout.alike:
+                return f"plan.tp = {self.size}: the loss computes with {name}, of which each rank has a part"
+            if self.name in layout.reduce:
+                said = "whose gradient is the sum of those of all ranks, so that it would count more than once"
+                return f"plan.tp = {self.size}: the loss computes with {name}, {said}"
+            return None
+
+        self._weights = WeightsInLoss(module, why, "plan.tp = 1")
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        return self._weights.looking()
 
     def why_no_hook(self, layout: Layout | None) -> str | None:
         if layout is not None and not layout.alike:
