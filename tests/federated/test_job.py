@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 from shoal.cli.app import app
 from shoal.data.corpus import open_corpus
-from shoal.errors import UserError
+from shoal.errors import CheckpointError, UserError
+from shoal.federated.settings import STATE
+from shoal.federated.state import seconds_of
 from shoal.jobs.export import evaluate_run
 from shoal.jobs.federated.holdings import deal
 from shoal.jobs.federated.serve import Serving, serve
@@ -113,6 +116,32 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
     simulate(*load_job(job_file, ["federated.rounds=1", f"run.dir={tmp_path / 'b'}"]))
     refused("federated.clients = 4, but", "federated.clients=4", f"run.dir={tmp_path / 'b'}")
     refused("already holds rounds", "run.resume=never", f"run.dir={tmp_path / 'b'}")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No report is drawn."""
+    monkeypatch.setattr("shoal.jobs.federated.rounds.write_report", lambda run_dir: run_dir / "report.html")
+
+
+def test_a_state_that_cannot_be_read_is_gone_on_from_as_its_message_says(job_file, tmp_path, quick):
+    simulate(*load_job(job_file, ["federated.rounds=1"]))
+    path = tmp_path / "run" / STATE
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=rf"delete {tmp_path / 'run'} to begin again"):
+        simulate(*load_job(job_file))
+    shutil.rmtree(tmp_path / "run")
+    assert simulate(*load_job(job_file, ["federated.rounds=2"])).step == 2
+
+
+def test_the_time_limit_is_of_all_attempts_together(job_file, tmp_path, quick):
+    limited = ["federated.rounds=1000000", "run.save_every=1", "train.seconds=0.3"]
+    first = simulate(*load_job(job_file, limited))
+    assert "time limit" in first.reason and seconds_of(tmp_path / "run") >= 0.3
+    again = simulate(*load_job(job_file, limited))
+    assert again.step == first.step + 1
+    more = simulate(*load_job(job_file, [*limited[:2], "train.seconds=1000", f"federated.rounds={again.step + 2}"]))
+    assert more.step == again.step + 2
 
 
 def test_numbers_of_a_server_and_a_client_that_are_none_are_refused(job_file):

@@ -99,7 +99,7 @@ def test_kinds_and_groups():
         ({"least": 11}, "at most that"),
         ({"buffer": 11}, "smaller buffer"),
         ({"buffer": 3, "deadline": 2.0}, "remove one"),
-        ({"buffer": 3, "dropout": 1.0}, "Give less"),
+        ({"dropout": 1.0}, "Give less"),
         ({"most_stale": 3}, "federated.buffer too"),
         ({"late": "dropped"}, 'Did you mean "drop"'),
     ],

@@ -17,6 +17,7 @@ import pytest
 from shoal.comm import World
 from shoal.elastic.control import JOB
 from shoal.errors import UserError
+from shoal.federated.settings import STATE
 from shoal.jobs import lock
 from shoal.jobs.lock import NAME, Holder, locked, own_hold
 from shoal.jobs.plans import forget
@@ -100,6 +101,11 @@ def test_a_run_without_a_plan_to_change_refuses_at_once(tmp_path):
         with pytest.raises(UserError, match=r"cannot change while it trains.*has a parameter server, or is of `shoal"):
             ask(tmp_path, {"zero": 3})
     assert own_hold(tmp_path) is None and not list(tmp_path.glob("replan-*"))
+    with pytest.raises(UserError, match="no run trains in"):
+        ask(tmp_path, {"zero": 3})
+    (tmp_path / STATE).touch()  # rounds of `shoal fed` that are over, which no `shoal train` goes on with
+    with pytest.raises(UserError, match="cannot change while it trains"):
+        ask(tmp_path, {"zero": 3})
 
 
 def test_a_lock_of_another_host_is_refused_with_what_to_do(tmp_path):

@@ -83,9 +83,9 @@ class Federated:
                 f"federated.least = {self.least}, but a round asks {self.asked} of the {self.clients} clients: no "
                 "round would ever count. Give at most that, or a larger fraction"
             )
+        if self.dropout == 1:
+            raise UserError("federated.dropout = 1: no result would ever come. Give less")
         if self.buffer:
-            if self.dropout == 1:
-                raise UserError("federated.dropout = 1: no result would ever come. Give less")
             if self.deadline is not None:
                 raise UserError("federated.deadline is of rounds, and with a buffer there are none: remove one of them")
             if self.buffer > self.asked:

@@ -16,17 +16,18 @@ from shoal.federated.settings import STATE
 from shoal.federated.simulation import Federation
 
 
-def save_state(simulation: Federation, directory: Path, about: Mapping[str, Any]) -> Path:
+def save_state(simulation: Federation, directory: Path, about: Mapping[str, Any], seconds: float = 0.0) -> Path:
     """Writes the state after a round into `directory`. Raises CheckpointError where it cannot be written.
 
-    about: what the run is of, as JSON; whoever goes on must give the same.
+    about: what the run is of, as JSON; whoever goes on must give the same. seconds: how long its rounds have been
+    trained so far.
     """
     tensors, rest = simulation.state()
     path = directory / STATE
     fresh = path.with_name(f"{STATE}.tmp")
     content = save(
         {name: each.contiguous().cpu() for name, each in tensors.items()},
-        {"state": json.dumps(rest), "about": json.dumps(about, sort_keys=True)},
+        {"state": json.dumps(rest), "about": json.dumps(about, sort_keys=True), "seconds": str(seconds)},
     )
     try:
         with fresh.open("wb") as file:
@@ -58,7 +59,9 @@ def load_state(simulation: Federation, directory: Path, about: Mapping[str, Any]
             was, rest = json.loads(metadata["about"]), json.loads(metadata["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Remove it to begin again") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Give another directory, or delete {directory} to begin again"
+        ) from error
     now = json.loads(json.dumps(about))
     for key in sorted(was.keys() | now.keys()):
         if was.get(key) != now.get(key):
@@ -68,3 +71,13 @@ def load_state(simulation: Federation, directory: Path, about: Mapping[str, Any]
             )
     simulation.load(tensors, rest)
     return True
+
+
+def seconds_of(directory: Path) -> float:
+    """Returns how long the rounds of the state in `directory` have been trained; 0 where there is none, or none that
+    can be read."""
+    try:
+        with safe_open(directory / STATE, "pt") as file:
+            return float(file.metadata()["seconds"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return 0.0

@@ -22,6 +22,7 @@ from typing import Any
 from shoal.elastic.control import VARIABLE as NODES
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
+from shoal.federated.settings import STATE
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
 from shoal.jobs.lock import Holder, holder_of, holders, own_hold
@@ -157,15 +158,16 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     if not run_dir.is_dir():
         raise UserError(f"no such directory: {run_dir} (from {Path.cwd()}). Give the directory of a run that trains")
     holder = holder_of(run_dir)
+    without = (run_dir / STATE).exists() if holder is None else not holder.replans
+    if without:
+        raise UserError(
+            f"the plan of {run_dir} cannot change while it trains: plans are of ranks that train in step, and this run "
+            "has a parameter server, or is of `shoal fed`"
+        )
     if holder is None:
         raise UserError(
             f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train "
             f"{shlex.quote(str(run_dir / 'resolved.toml'))} --set plan.zero=3, which goes on from its newest checkpoint"
-        )
-    if not holder.replans:
-        raise UserError(
-            f"the plan of {run_dir} cannot change while it trains: plans are of ranks that train in step, and this run "
-            "has a parameter server, or is of `shoal fed`"
         )
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)

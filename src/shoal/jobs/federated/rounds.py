@@ -18,7 +18,7 @@ from shoal.device import hardware_name
 from shoal.errors import ShoalError, UserError
 from shoal.federated.recipe import Recipe, rate_of
 from shoal.federated.simulation import Federation, Interrupted
-from shoal.federated.state import load_state, save_state
+from shoal.federated.state import load_state, save_state, seconds_of
 from shoal.jobs.assemble import FLOOR
 from shoal.jobs.attempt import Outcome, write_report
 from shoal.jobs.config import describe
@@ -68,10 +68,11 @@ def all_rounds(
     job, run_dir = dealt.settled.job, Path(dealt.settled.job.run.dir)
     refuse_other_runs(run_dir, job.run.resume)
     write_directory(dealt, run_dir)
-    limit, about_it = Stop(world.everyone, job.train.seconds), about(dealt, how)
+    before, about_it = seconds_of(run_dir), about(dealt, how)
+    limit = Stop(world.everyone, None if job.train.seconds is None else job.train.seconds - before)
     trains = make(limit)
     if not (resumed := load_state(trains, run_dir, about_it)):
-        save_state(trains, run_dir, about_it)
+        save_state(trains, run_dir, about_it, before)
     if dealt.settled.tokenizer is not None:
         save_tokenizer(dealt.settled.tokenizer, run_dir / TOKENIZER)
     record = Record(run_dir, job.run.trackers, trains.weights.device, dealt.federated.rounds)
@@ -81,7 +82,7 @@ def all_rounds(
         record.note(f"goes on after round {trains.number}")
     try:
         with limit:
-            reason = _train(dealt, trains, record, limit, about_it)
+            reason = _train(dealt, trains, record, limit, about_it, before)
             record.checkpoint(save_model(dealt.settled, trains, world))
     except BaseException as error:
         _finish(record, run_dir, f"{FAILED} {error if isinstance(error, ShoalError) else type(error).__name__}")
@@ -89,8 +90,10 @@ def all_rounds(
     return Outcome(run_dir, trains.number, reason, limit.signal, _finish(record, run_dir, reason))
 
 
-def _train(dealt: Dealt, trains: Federation, record: Record, limit: Stop, about_it: dict[str, Any]) -> str:
-    """Trains the rounds that are left; returns why it ended."""
+def _train(
+    dealt: Dealt, trains: Federation, record: Record, limit: Stop, about_it: dict[str, Any], before: float
+) -> str:
+    """Trains the rounds that are left; returns why it ended. before: seconds that earlier attempts have trained."""
     settings, run_dir = dealt.federated, Path(dealt.settled.job.run.dir)
     if trains.number >= settings.rounds:
         return f"round {trains.number} of {settings.rounds} was reached before: there is nothing left to train"
@@ -104,7 +107,7 @@ def _train(dealt: Dealt, trains: Federation, record: Record, limit: Stop, about_
             reason = limit.after_step()
             assert reason is not None
         if trains.number % (dealt.settled.job.run.save_every or 1) == 0 or reason is not None:
-            save_state(trains, run_dir, about_it)
+            save_state(trains, run_dir, about_it, before + limit.elapsed)
     return reason
 
 
