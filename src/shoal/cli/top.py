@@ -58,13 +58,15 @@ class Top:
             self.status = waiting
 
     def _submitted(self) -> Status | None:
-        """Returns the state of a job that is still to come, by its scheduler; None where there is none."""
+        """Returns the state of a job that is still to come, or has ended with nothing recorded, by its scheduler; None
+        where there is none."""
         if time.monotonic() - self._asked > ASKED_SECONDS and (self._run_dir / SUBMITTED).exists():
             self._asked = time.monotonic()
             with suppress(UserError):  # nobody answers: what is recorded is all that is known
                 job = find(self._run_dir)
                 state = backend(job.backend).state(job)
-                self._waiting = Status(state.word, state.detail) if state.goes_on else None
+                told = state.goes_on or self._records.run is None
+                self._waiting = Status(state.word, state.detail) if told else None
         return self._waiting
 
     def view(self) -> View:

@@ -28,10 +28,10 @@ def start(commands: Callable[[str, str], None], tmp_path: Path) -> Iterator[Call
     """Submits a job whose `shoal` is a shell script; what is left at the end is killed."""
     started: list[Submitted] = []
 
-    def begin(script: str, name: str = "run") -> Submitted:
+    def begin(script: str, name: str = "run", cluster: Cluster = Cluster()) -> Submitted:  # noqa: B008  # frozen
         commands("shoal", script)
         (tmp_path / "job.toml").write_text("[train]\n")
-        request = Request(name, Cluster(), 1, tmp_path / name, tmp_path, tmp_path / "job.toml")
+        request = Request(name, cluster, 1, tmp_path / name, tmp_path, tmp_path / "job.toml")
         started.append(submit(request, "local"))
         return started[-1]
 
@@ -81,6 +81,19 @@ def test_a_job_is_stopped_and_saves_first(start) -> None:
     again = start("echo again")
     assert until(again, lambda state: not state.goes_on).word == "ended"
     assert backend("local").log(again) == "began\nsaved\nagain\n" and find(again.run_dir) == again
+
+
+@pytest.mark.parametrize("phase", ["setup", "finish"])
+def test_a_job_is_stopped_with_the_command_that_stands_beside_its_ranks(start, phase: str) -> None:
+    """The command went on by itself."""
+    job = start("exit 0", cluster=Cluster(**{phase: ["echo began; sleep 1000"]}))
+    while "began" not in backend("local").log(job):
+        time.sleep(0.02)
+    (child,) = psutil.Process(int(job.number)).children()
+    (command,) = (each for each in child.children(recursive=True) if each.name() == "sleep")
+    backend("local").stop(job)
+    assert until(job, lambda state: not state.goes_on).word == "stopped"
+    command.wait(SECONDS)
 
 
 def test_a_job_that_was_killed(start) -> None:

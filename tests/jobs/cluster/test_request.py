@@ -175,6 +175,7 @@ def test_files_that_are_no_job(tmp_path: Path) -> None:
         ("a.json", None, "no such job file"),
         ("b.json", "[]", "no JSON object"),
         ("c.json", "{", "read"),
+        ("d.json", '{"model": {"name": "gpt"}}', "no field of Cloud-ML's .* a job file of Shoal is TOML"),
     ):
         if text is not None:
             (tmp_path / name).write_text(text)

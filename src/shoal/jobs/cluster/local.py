@@ -69,7 +69,10 @@ class Backend:
         _here(job)
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(int(job.number)).children():
-                child.send_signal(signal.SIGTERM)
+                # a script that is at cluster.setup or .finish ends without the command that it waits for
+                beside = child.children() if child.name() == "bash" else []
+                for each in (child, *beside):
+                    each.send_signal(signal.SIGTERM)
 
     def events(self, job: Submitted) -> list[Event]:
         code = job.run_dir / "logs" / CODE

@@ -76,6 +76,8 @@ def read_request(path: Path, assignments: Sequence[str] = ()) -> Request:
         if assignments:
             raise UserError(f"--set {assignments[0]}: {path} has Cloud-ML's fields, and no values of a job to replace")
         return _module(cloudml.read_fields(content, str(path)))
+    if path.suffix == ".json":
+        raise UserError(f"{path} has no field of Cloud-ML's (job_name, module_name), and a job file of Shoal is TOML")
     job, origins = parse_job(content, assignments, where=str(path), default_dir=f"runs/{path.stem}")
     ranks = _ranks(job)
     with imports():
