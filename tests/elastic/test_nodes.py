@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.cli.start import arrange
+from shoal.cli.start import arrange, start_nodes
 from shoal.elastic import nodes
 from shoal.elastic.control import JOB as JOB_ID
 from shoal.elastic.control import Place
@@ -105,6 +105,16 @@ def test_the_nearest_degrees_are_said():
         fitted(at, 2)
     with pytest.raises(UserError, match=r"leave out plan.stages"):
         fitted(replace(job, plan=Plan(pp=2, stages=[1, 1])), 3)
+
+
+@pytest.mark.fast
+def test_what_nodes_cannot_have_is_refused_before_one_starts(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB.format(steps=9, every=0))
+    at = ["run.nproc=1", "run.at=[{step=2, plan={zero=1}}]"]
+    with pytest.raises(UserError, match=r"run.at with --nodes"):
+        start_nodes(tmp_path / "job.toml", at, "1", None)
+    assert [each.name for each in tmp_path.iterdir()] == ["job.toml"]
 
 
 @pytest.mark.fast

@@ -393,6 +393,8 @@ def test_a_path_has_one_user(tmp_path):
     ("memory", "message"),
     [
         ({"disk": 3}, "plan.memory.disk = 3: give a directory, or a table"),
+        ({"disk": ""}, "plan.memory.disk = '': give a directory, or a table"),
+        ({"disk": {"path": ""}}, "give a directory, or a table"),
         ({"disk": {"size": "1GB"}}, "give a directory, or a table"),
         ({"disk": {"path": "x", "sise": 1}}, 'plan.memory.disk has no key "sise". Did you mean "size"?'),
         ({"host": "lots"}, "plan.memory.host = 'lots': give bytes"),

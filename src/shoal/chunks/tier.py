@@ -102,7 +102,7 @@ def _free(device: torch.device) -> int | None:
 
 def _disk(option: Any) -> DiskBudget:
     table = {"path": option} if isinstance(option, str) else option
-    if not isinstance(table, Mapping) or not isinstance(table.get("path"), str):
+    if not isinstance(table, Mapping) or not isinstance(table.get("path"), str) or not table["path"]:
         raise UserError(
             f'plan.memory.disk = {option!r}: give a directory, or a table such as {{path = "/scratch", size = "1TB"}}'
         )

@@ -93,7 +93,9 @@ def start_nodes(
     if outside is not None and outside.number > 0:
         return join(outside.address, ranks_here(job), interface, arrange, PATIENCE)
     here = ranks_here(job)
-    spread(job, origins, here) if limits[0] == 1 else fitted(job, here)
+    fitted(job, here)  # refuses what nodes cannot have
+    if limits[0] == 1:
+        spread(job, origins, here)
     program = program_of(path, assignments, job, origins)
     if coordinator is not None:
         return found_or_join(program, limits, here, interface, arrange, coordinator)
