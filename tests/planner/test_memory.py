@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shoal import Engine, Plan, UserError
+from shoal.chunks import activations_on_host
 from shoal.chunks.tier import MOVING
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
@@ -32,6 +33,7 @@ from shoal.planner import (
     optimizer_state,
     predict,
 )
+from shoal.planner import replay
 from shoal.precision import precision as precision_named
 from tests.exchange import teacher
 from tests.parity.cases import CASES, text
@@ -205,6 +207,19 @@ def test_the_smallest_budget_is_the_one_that_the_engine_asks_for():
         assert predicted(Plan(memory={}), precision, "adamw", Place()).least == smallest(Plan(), precision, "adamw")
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_activations_that_wait_on_the_host_are_not_in_the_budget(share, recompute, monkeypatch):
+    """What an engine asks for depends on what has left already: at most as much as is predicted, and not much less."""
+    monkeypatch.setattr(activations_on_host, "WORTH", 256)
+    monkeypatch.setattr(replay, "WORTH", 256)
+    plan = Plan(memory={"activations": share}, recompute=recompute)
+    need = predicted(plan, "fp32", "adamw", Place()).least
+    assert smallest(plan, "fp32", "adamw") == pytest.approx(need, rel=0.1)
+    if recompute == "none":  # of what is computed again the little that stays is not worth the way
+        assert need < predicted(Plan(memory={}), "fp32", "adamw", Place()).least
+
+
 def test_pages_that_are_streamed_are_in_the_budget():
     plan = Plan(memory={"update": "streamed"})
     need = predicted(plan, "bf16", "adamw", Place())
@@ -290,6 +305,7 @@ STAGES = [
     {"pp": 2, "dp": 1, "schedule": "zbv"},
     {"pp": 2, "dp": 1, "buddy": 1},
     {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"},
+    {"pp": 2, "dp": 1, "schedule": "interleaved", "memory": {}},
     {"pp": 2, "dp": 1, "recompute": "full", "memory": {}},
     {"pp": 2, "dp": 1, "recompute": {"name": "blocks", "full": "0, 3", "selective": [1]}, "memory": {}},
     {"pp": 2, "dp": 1, "schedule": "2bw"},

@@ -164,7 +164,7 @@ class Reducer:
                 elif not (self.touched[slot.name] or chunk.sparse or chunk.borrows):
                     slot.view(chunk.gradient).zero_()
             missing.clear()
-        self._advance()
+            self._advance()  # at once: what is lent of later chunks is not to wait for this one
         self._round += 1
         if self._round < self._rounds:
             self._begin_round()

@@ -86,9 +86,9 @@ def memory_need(
     allocate inside.
     """
     at_a_time = _streamed(chunks, precision, state, plan, place)
-    moved = replay(recording, chunks, microbatches, precision.grad.itemsize, place.on_gpu)
-    home = "device" if plan.memory is None else "host"
     allowed = budget(plan.memory, torch.device("cpu")) or Budget()
+    moved = replay(recording, chunks, microbatches, precision.grad.itemsize, place.on_gpu, allowed.activations)
+    home = "device" if plan.memory is None else "host"
     away = _away(chunks, precision, state, allowed) if allowed.disk is not None else []
     kept = _for_backward(recording, plan, microbatches)
     on_host = round(allowed.activations * kept)

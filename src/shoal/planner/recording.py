@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from shoal.chunks.assign import Described
@@ -25,6 +26,7 @@ class Recording:
     - `events`: in order
     - `sent`: bytes of payload to and from other ranks in forward and backward, by purpose
     - `stages`: those of the rank, each with the bytes that backward keeps of one microbatch
+    - `lengths`: of the events of each of these, which follow each other
     - `layers`: what plan.tp and plan.ep made of each layer
     """
 
@@ -36,11 +38,18 @@ class Recording:
     sent: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[tuple[int, int], ...] = ()
     layers: CutLayers = field(default_factory=CutLayers)
+    lengths: tuple[int, ...] = ()
 
     @property
     def activations(self) -> int:
         """The most bytes that autograd keeps of one microbatch at a time."""
         return self._most("saved")
+
+    @property
+    def backwards(self) -> Iterator[tuple[Event, ...]]:
+        """Yields the events of a microbatch, of each stage by itself, since each has a backward of its own."""
+        ends = [0, *accumulate(self.lengths or (len(self.events),))]
+        yield from (self.events[start:end] for start, end in pairwise(ends))
 
     @property
     def temporaries(self) -> int:
@@ -116,4 +125,5 @@ class Staged:
             sent,
             tuple((stage, each.kept) for stage, each in zip(own, mine, strict=True)),
             self.layers,
+            tuple(len(each.events) for each in mine),
         )

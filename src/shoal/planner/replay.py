@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from shoal.chunks.activations_on_host import BUFFERS as LEAVING
+from shoal.chunks.activations_on_host import WORTH
 from shoal.chunks.gradient_pool import BUFFERS
 from shoal.planner.layout import Laid
-from shoal.planner.recording import Recording
+from shoal.planner.recording import Event, Recording
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,18 @@ class _Loans:
         self._left[place].discard(name)
         self._advance()
 
-    def end(self) -> None:
-        """The round is over: what has not come is lent too, and handed over."""
+    def end(self) -> int:
+        """The round is over: what has not come is lent too, and handed over in turn. Returns the most that was on loan
+        meanwhile."""
+        most = self.held
         for place, left in enumerate(self._left):
             if left:
                 self._borrow(place)
                 left.clear()
-        self._advance()
+                most = max(most, self.held)
+            self._advance()
         self.begin()
+        return most
 
     def _borrow(self, place: int) -> None:
         if place in self._lent or not self._sizes[place]:
@@ -73,10 +80,15 @@ class _Loans:
 
 
 def replay(
-    recording: Recording, chunks: Sequence[Laid], microbatches: int, grad_itemsize: int, all_memory: bool
+    recording: Recording,
+    chunks: Sequence[Laid],
+    microbatches: int,
+    grad_itemsize: int,
+    all_memory: bool,
+    on_host: float = 0.0,
 ) -> Replayed:
     """`microbatches` of a step, for `chunks`. `all_memory`: all tensors take their part of the device (a GPU's
-    allocator), not only what backward keeps."""
+    allocator), not only what backward keeps; `on_host`: the share of that which waits on the host."""
     place_of = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
     trainable = [chunk for chunk in chunks if chunk.key.trainable]
     turn_of = {slot.name: turn for turn, chunk in enumerate(trainable) for slot in chunk.slots}
@@ -88,8 +100,9 @@ def replay(
     used: set[int] = set()
     now: frozenset[int] | None = None
     weights = together = least = kept = 0
-    for _ in range(min(microbatches, 2)):  # a third is as the second
-        for event in recording.events:
+    backwards = [(events, away(events, on_host)) for events in recording.backwards]
+    for events, gone in backwards * min(microbatches, 2):  # a third is as the second
+        for event, left in zip(events, gone, strict=True):
             if event[0] == "use":
                 own = (place_of[name] for name in event[1] if name in place_of)  # others are of other stages
                 places = frozenset(place for place in own if chunks[place].passes)
@@ -102,8 +115,49 @@ def replay(
             elif event[0] == counted:
                 kept += event[1]
             if event[0] != "saved" or not all_memory:
-                least = max(least, weights + kept + loans.held)
-        loans.end()
-        least = max(least, weights + kept + loans.held)
+                least = max(least, weights + kept - left + loans.held)
+        least = max(least, weights + kept + loans.end())
     sizes = [chunks[place].nbytes for place in used]
     return Replayed(sum(sizes), together, max(sizes, default=0), loans.most, least)
+
+
+def away(events: Sequence[Event], share: float) -> list[int]:
+    """After each event of a microbatch the bytes of what backward keeps that are on the host alone, where `share` of
+    it waits there (see chunks/activations_on_host): what was saved first goes, but for storages that are on their way;
+    in backward what is to be used next, and the storage before it, are back. What backward computes again stays. In the
+    first microbatch, which goes as a whole, backward holds as much as is to stay from the next one on."""
+    if not share or not events:
+        return [0] * len(events)
+    sizes = [value if what == "saved" else 0 for what, value in events]
+    kept = list(accumulate(sizes))
+    first = next((place for place, (what, _) in enumerate(events) if what == "came"), len(events))
+    turn = max(range(first), key=kept.__getitem__, default=0)  # where forward ends
+    whole = sum(size for size in sizes[: turn + 1] if size >= WORTH)
+    goes = round(share * whole)
+    found, gone, so_far, leaving = [], 0, 0, deque[int](maxlen=LEAVING)
+    for size in sizes[: turn + 1]:
+        so_far += size if size >= WORTH else 0
+        if size >= WORTH and so_far <= goes:
+            gone += size
+            leaving.append(size)
+        found.append(gone - sum(leaving))
+    left = list(accumulate(kept[turn:], min))[1:]  # of what forward has kept
+    soon = _soon([event[0] == "live" and event[1] > 0 for event in events[turn + 1 :]], [kept[turn], *left])
+    return [*found, *(each - back - (whole - goes) for each, back in zip(left, soon, strict=True))]
+
+
+def _soon(runs: Sequence[bool], left: Sequence[int]) -> list[int]:
+    """At each event of a backward the bytes that the operation under way, or the next one, lets go, and those of one
+    storage more. `runs`: whether the event is a result of an operation; `left`: bytes before and after each event."""
+    found: list[int] = []
+    rest = ahead = latest = 0
+    ended = True
+    for place in reversed(range(len(runs))):
+        found.append(rest + ahead)
+        if goes := left[place] - left[place + 1]:
+            if ended:  # the last storage of an operation before
+                rest, ahead, ended = 0, latest, False
+            rest, latest = rest + goes, goes
+        elif runs[place]:
+            ended = True
+    return found[::-1]
