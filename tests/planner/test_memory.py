@@ -28,12 +28,13 @@ from shoal.planner import (
     Recording,
     Subject,
     dry_run,
+    dry_run_stages,
     lay_out_all,
     memory_need,
     optimizer_state,
     predict,
+    replay,
 )
-from shoal.planner import replay
 from shoal.precision import precision as precision_named
 from tests.exchange import teacher
 from tests.parity.cases import CASES, text
@@ -328,6 +329,15 @@ def test_every_rank_of_a_pipeline(options):
         where = Place(0, together, plan.size, True)
         chunks = lay_out_all(recording.parameters, plan, where, kind, state.whole_parameters, CHUNK)
         check(memory_need(recording, chunks, plan, where, kind, state, -(-3 // plan.dp)), real)
+
+
+def test_a_stage_uses_no_more_weights_together_than_one_process():
+    def together(events) -> int:
+        return max(len(value) for what, value in events if what == "use")
+
+    subject = Subject(untied, causal_lm, text()[0], MICROBATCH, precision_named("fp32"), Plan(pp=2, memory={}))
+    stages = dry_run_stages(subject).stages
+    assert {together(each.events) for each in stages} == {together(run_dry("fp32", model=untied).events)}
 
 
 @pytest.mark.parametrize("place", [0, 7])

@@ -133,7 +133,11 @@ def _is_kept(leaf: Tensor, part: nn.Module) -> bool:
     """Returns whether `leaf` is memory of a weight or a buffer of `part`, which may change, or be gone, before it has
     left."""
     storage = leaf.untyped_storage()._cdata
-    return any(storage == each.untyped_storage()._cdata for each in chain(part.parameters(), part.buffers()))
+    tables = ((each._parameters, each._buffers) for each in part.modules())
+    kept = (
+        value for table in chain.from_iterable(tables) for value in dict.values(table)
+    )  # asked for, they would come
+    return any(value is not None and storage == value.untyped_storage()._cdata for value in kept)
 
 
 class Again:
