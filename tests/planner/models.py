@@ -34,6 +34,7 @@ def part(name: str, work: float, elements: float, saved: float, block: bool = Tr
         sent if block else (),
         fused=Cut(3 * MIB, BOTH),
         kernels=Cut(4, {}),
+        largest=Cut(elements * 2 / 3, {"parts": 1.0}),
     )
 
 

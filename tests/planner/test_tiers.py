@@ -15,10 +15,11 @@ from shoal.plan import Plan
 from shoal.planner import Machine, Subject, predict
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Cluster, Device, Host, Link
+from shoal.planner.degrees import Spread
 from shoal.planner.dry_run import dry_run
 from shoal.planner.explain import explain
 from shoal.planner.held import Held
-from shoal.planner.profile import profile
+from shoal.planner.profile import Profile, profile
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Estimate, Offload, Task
 from shoal.precision import precision
@@ -141,10 +142,41 @@ def test_the_largest_model_counts_all_tiers() -> None:
     assert blocks[0] is not None and blocks[0] < blocks[1] and blocks[0] < blocks[2]
 
 
-def test_a_dry_run_says_as_much() -> None:
+def subject_of(name: str) -> Subject:
     made = build({"name": "gpt", "layers": 8, "d_model": 256, "heads": 4, "vocab_size": 512, "sequence": 128})
     row = {key: torch.zeros(128, dtype=torch.int64) for key in ("input_ids", "labels")}
-    subject = Subject(made.factory, made.loss, row, 2, precision("bf16"), Plan())
+    return Subject(made.factory, made.loss, row, 2, precision(name), Plan())
+
+
+@pytest.fixture(scope="module")
+def traced() -> Profile:
+    return profile(replace(subject_of("fp32"), microbatch=1), ())
+
+
+PLACED = [Plan(dp=2, zero=zero) for zero in range(4)]
+PLACED += [Plan(dp=2, zero=zero, memory={"activations": share}) for zero, share in ((0, 0.0), (3, 0.0), (3, 1.0))]
+PLACED += [Plan(pp=2, schedule="interleaved", memory={"activations": 0.5})]
+
+
+@pytest.mark.parametrize("plan", PLACED, ids=lambda plan: str(plan.to_dict()))
+def test_a_rank_needs_at_least_what_a_dry_run_counts(plan: Plan, traced: Profile) -> None:
+    """Of a budget that is too small for all only the least is there."""
+    subject, optimizer = replace(subject_of("fp32"), plan=plan), partial(torch.optim.AdamW, lr=1e-3)
+    on = cluster(hosts=1, count=2, memory=64 * GIB)
+    numbers = replace(numbers_of(subject.precision, optimizer), dtype=torch.bfloat16)  # of which there is a peak
+    asked = Search(Task(traced, on, 16, numbers, 2, pins={"recompute": "none"}))
+    away = None if plan.memory is None else Offload(0.0, activations=plan.memory["activations"])
+    schedule = ("1f1b", 1) if plan.pp == 1 else ("interleaved", 2)
+    choice = Choice(Spread.of(plan), 2, zero=plan.zero, schedule=schedule[0], chunks=schedule[1], offload=away)
+    machine = Machine(1 << 40, 1 << 40, 2)
+    recorded = [dry_run(replace(subject, rank=rank)) for rank in range(plan.pp)]
+    counted = [predict(each, optimizer, plan, subject.precision, machine, 8 // plan.dp) for each in recorded]
+    least = max(each.need.total("device") for each in counted)
+    assert 0.95 * least <= asked.estimate(choice).bytes <= 1.5 * least, "what is most at other moments is added up"
+
+
+def test_a_dry_run_says_as_much() -> None:
+    subject = subject_of("bf16")
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     device = Device("toy", {"bf16": 1e13}, 1 << 40, 5e11)
     host = Host(device, 1, Link(5e-6, 1e10), 1 << 40, 1e10, disk=1e9, scratch="/tmp")

@@ -140,9 +140,10 @@ def term_table(estimate: Estimate) -> Table:
 
 
 def role_table(chosen: Chosen) -> Table:
-    """Makes a table of a rank's memory: by closed form, and as the dry run of the fullest rank counts it."""
+    """Makes a table of a rank's memory: by closed form, and as the dry run of the fullest rank counts it. Of a budget
+    the closed form fills what there is, and a dry run counts the least that would do."""
     table = Table(title="memory of the fullest rank", title_justify="left", box=None, pad_edge=False)
-    for heading in ("role", "estimated", "dry run"):
+    for heading in ("role", "estimated", "dry run, at least" if chosen.plan.memory is not None else "dry run"):
         table.add_column(heading, justify="left" if heading == "role" else "right", no_wrap=True)
     fullest = max(chosen.predictions, key=lambda each: each.need.total("device"))
     rows: dict[str, int] = {}

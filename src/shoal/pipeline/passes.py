@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -133,10 +132,8 @@ def _is_kept(leaf: Tensor, part: nn.Module) -> bool:
     """Returns whether `leaf` is memory of a weight or a buffer of `part`, which may change, or be gone, before it has
     left."""
     storage = leaf.untyped_storage()._cdata
-    tables = ((each._parameters, each._buffers) for each in part.modules())
-    kept = (
-        value for table in chain.from_iterable(tables) for value in dict.values(table)
-    )  # asked for, they would come
+    tables: list[dict[str, Any]] = [table for each in part.modules() for table in (each._parameters, each._buffers)]
+    kept = (value for table in tables for value in dict.values(table))  # asked for, they would come
     return any(value is not None and storage == value.untyped_storage()._cdata for value in kept)
 
 

@@ -45,8 +45,9 @@ class Spent:
 class Sizes:
     """The sizes of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of
     experts), and bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most
-    that one piece saves without recompute; `in_use`: elements of the largest piece; `calls`: operations of a
-    forward."""
+    that one piece saves without recompute; `in_use`: elements of the largest part, `tensor`: of the largest
+    parameter; `calls`: operations of a forward; `waiting`: trained elements of the largest stage of a rank but its
+    last."""
 
     weights: float
     trained: float
@@ -55,7 +56,9 @@ class Sizes:
     boundary: float
     largest: float
     in_use: float
-    calls: float = 0.0
+    tensor: float
+    calls: float
+    waiting: float = 0.0
 
     def frees(self, policy: str) -> float:
         """Bytes of a row that recompute frees."""
@@ -72,6 +75,7 @@ def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
         sizes[0][0].boundary,
         max(each.largest for each, _ in sizes),
         max(each.in_use for each, _ in sizes),
+        max(each.tensor for each, _ in sizes),
         sum(each.calls * number for each, number in sizes),
     )
 
@@ -222,7 +226,8 @@ class Prices:
             {"none": saved, "full": others + given, "selective": min(saved, others + given + results)},
             own[0].boundary.on(spread) if own[0].boundary.value else given,
             saved,
-            math.fsum(part.weights.on(spread) for part in own),
+            max(part.weights.on(spread) for part in own),
+            max(part.largest.on(spread) for part in own),
             math.fsum(part.calls.on(spread) for part in own),
         )
 

@@ -167,7 +167,8 @@ def longest(task: Task) -> tuple[float, bool]:
             replace(part, saved=cut(part.saved), results=cut(part.results), boundary=cut(part.boundary))
             for part in task.profile.parts
         )
-        return replace(task.profile, parts=parts, temporaries=cut(task.profile.temporaries))
+        own = task.profile
+        return replace(own, parts=parts, temporaries=cut(own.temporaries), beside=cut(own.beside))
 
     quarters, more = _most(lambda quarters: fits(replace(task, profile=longer(quarters / 4))), 4)
     return quarters / 4, more

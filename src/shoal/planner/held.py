@@ -3,9 +3,11 @@ state, and the activations of the microbatches under way. A plan that is chosen 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shoal.chunks.gradient_pool import BUFFERS as LOANS
+from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.planner.costs import Prices, Sizes
 from shoal.planner.degrees import Spread
@@ -77,22 +79,26 @@ def resting(prices: Prices, choice: Choice, own: Sizes, tied: float) -> dict[str
     }
 
 
-CHUNKS = 3
-"""Chunks of a block at least: the largest of its matrices, which one holds, is about a third of it."""
-
-
 def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: float) -> dict[str, float]:
     """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations. `last`: it
     has the last stage."""
     spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
-        on_loan = LOANS * numbers.gradient * whole.in_use / CHUNKS
-        roles = {**dict.fromkeys(roles, 0.0), "gradients": on_loan}
-    temporaries = prices.task.profile.temporaries.on(spread)
-    passes = choice.zero == 3 or choice.offload  # one piece is at work, and one on its way
-    roles["weights in use"] = 2 * numbers.weight * whole.in_use if passes else 0.0
-    roles["temporaries"] = rows * (temporaries if last else min(temporaries, whole.largest))
+        roles = dict.fromkeys(roles, 0.0)
+    if choice.offload or is_cut(choice, "gradients"):  # those of earlier stages wait for later ones, which go first
+        loans = LOANS + (whole.experts > 0)  # chunks of experts are filled beside others
+        chunk = numbers.gradient * whole.tensor
+        if not choice.offload and choice.zero == 2:  # of weights that are gathered chunks are as small as can be
+            chunk = max(chunk, min(USUAL_CHUNK, numbers.gradient * whole.trained))
+        roles["gradients"] += numbers.gradient * whole.waiting + loans * chunk
+    profile, limit = prices.task.profile, math.inf if last else whole.largest
+    temporaries, beside = (rows * min(each.on(spread), limit) for each in (profile.temporaries, profile.beside))
+    at_work = 0.0
+    if choice.offload or choice.zero == 3:  # a block that is computed again is whole; without a tier a chunk is ahead
+        at_work = whole.in_use + (0.0 if choice.offload else whole.tensor)
+    roles["weights in use"] = numbers.weight * at_work
+    roles["temporaries"] = max(temporaries, beside + numbers.weight * whole.tensor)
     return roles
 
 
@@ -113,7 +119,7 @@ def held(prices: Prices, choice: Choice, whole: Sizes, tied: float, device: dict
     all_weights, pages = numbers.weight * (weights + experts), home["masters"] + home["optimizer state"]
     paged = in_turn = 0.0
     if away.disk is not None and pages:
-        in_turn = min(pages, PAGES * (numbers.master + numbers.state) * whole.in_use / CHUNKS)
+        in_turn = min(pages, PAGES * (numbers.master + numbers.state) * whole.tensor)
         over = sum(home.values()) + beside + in_turn - (away.host or 0.0)
         paged = 1.0 if away.host is None else min(1.0, max(0.0, over / pages))
     state = sum(nbytes for role, nbytes in home.items() if role != "weights")

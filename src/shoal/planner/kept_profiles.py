@@ -75,6 +75,7 @@ def _written(profile: Profile) -> dict[str, Any]:
         "parts": [distinct[each] for each in parts],
         "order": [parts.index(id(part)) for part in profile.parts],
         "temporaries": asdict(profile.temporaries),
+        "beside": asdict(profile.beside),
         "parameters": profile.parameters,
         "refused": dict(profile.refused),
         "buffers": dict(profile.buffers),
@@ -83,9 +84,9 @@ def _written(profile: Profile) -> dict[str, Any]:
 
 def _read(written: Mapping[str, Any]) -> Profile:
     parts = [_part(each) for each in written["parts"]]
-    order, temporaries = written["order"], Cut(**written["temporaries"])
-    others = (written[key] for key in ("parameters", "refused", "buffers"))
-    return Profile(tuple(parts[at] for at in order), temporaries, *others)
+    order, temporaries, beside = written["order"], Cut(**written["temporaries"]), Cut(**written["beside"])
+    refused, buffers = written["refused"], written["buffers"]
+    return Profile(tuple(parts[at] for at in order), temporaries, written["parameters"], refused, buffers, beside)
 
 
 def _part(written: Mapping[str, Any]) -> PartProfile:

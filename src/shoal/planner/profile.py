@@ -44,12 +44,12 @@ class Message:
 
 @dataclass(frozen=True)
 class PartProfile:
-    """One part of a model. Quantities of one row, but `weights`, `trained` and `experts` (elements of parameters, of
-    stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes
-    that products and attention read and write; `spared`: the share of products that backward does not need again, as
-    they come after the last tensor that it asks for; `multiplied`, `tensors`: number of products and of parameters that
-    are trained, which depend on no degree; `fused`, `kernels`: `touched` and `calls` where the part is compiled (see
-    fusion)."""
+    """One part of a model. Quantities of one row, but `weights`, `trained`, `experts` and `largest` (elements of
+    parameters, of stacked experts, of the largest parameter) and `calls`, which does not depend on the rows.
+    `boundary`: bytes of its inputs; `operands`: bytes that products and attention read and write; `spared`: the share
+    of products that backward does not need again, as they come after the last tensor that it asks for; `multiplied`,
+    `tensors`: number of products and of parameters that are trained, which depend on no degree; `fused`, `kernels`:
+    `touched` and `calls` where the part is compiled (see fusion)."""
 
     name: str
     is_block: bool
@@ -71,19 +71,21 @@ class PartProfile:
     fused: Cut = field(default_factory=lambda: Cut(0.0, {}))
     kernels: Cut = field(default_factory=lambda: Cut(0.0, {}))
     tensors: int = 0
+    largest: Cut = field(default_factory=lambda: Cut(0.0, {}))
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model: its parts in order; bytes of temporaries of one row; elements of all its parameters, where tied ones
-    count once; for each way to divide it why it cannot be divided so ("" where it can); and why replicas cannot keep
-    its buffers, by what they divide (see buffers)."""
+    """A model: its parts in order; bytes of temporaries of one row, without gradients of parameters, and `beside` one;
+    elements of all its parameters, where tied ones count once; for each way to divide it why it cannot be divided so
+    ("" where it can); and why replicas cannot keep its buffers, by what they divide (see buffers)."""
 
     parts: tuple[PartProfile, ...]
     temporaries: Cut
     parameters: int
     refused: Mapping[str, str]
     buffers: Mapping[str, str] = field(default_factory=dict)
+    beside: Cut = field(default_factory=lambda: Cut(0.0, {}))
 
     @property
     def blocks(self) -> int:
@@ -118,8 +120,14 @@ def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts
             halves.pop(what, None)
             refused[what] = str(error)
     parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
-    share = {what: _share(alone.temporaries, each.temporaries) for what, each in halves.items() if what != "ring"}
-    return Profile(tuple(parts), Cut(alone.temporaries, share), alone.whole, refused, why_not_replicated(base))
+    others = {what: each for what, each in halves.items() if what != "ring"}
+
+    def lives(name: str) -> Cut:
+        value = getattr(alone, name)
+        return Cut(value, {what: _share(value, getattr(each, name)) for what, each in others.items()})
+
+    whys = why_not_replicated(base)
+    return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"))
 
 
 def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
@@ -159,6 +167,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         quantities["fused"],
         quantities["kernels"],
         alone.tensors[place],
+        elements("largest"),
     )
 
 

@@ -128,7 +128,7 @@ def away(events: Sequence[Event], share: float) -> list[int]:
     first microbatch, which goes as a whole, backward holds as much as is to stay from the next one on."""
     if not share or not events:
         return [0] * len(events)
-    sizes = [value if what == "saved" else 0 for what, value in events]
+    sizes: list[int] = [value if what == "saved" else 0 for what, value in events]  # type: ignore[misc]
     kept = list(accumulate(sizes))
     first = next((place for place, (what, _) in enumerate(events) if what == "came"), len(events))
     turn = max(range(first), key=kept.__getitem__, default=0)  # where forward ends

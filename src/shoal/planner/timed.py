@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from shoal.planner.costs import Prices, Sizes, together
@@ -44,7 +45,9 @@ class Timed:
 
     def _new_own(self, spread: Spread, stages: int, rank: int) -> Sizes:
         own = self._cuts(spread, stages).sizes[rank :: spread.stages]
-        return own[0] if len(own) == 1 else together([(each, 1) for each in own])
+        if len(own) == 1:
+            return own[0]
+        return replace(together([(each, 1) for each in own]), waiting=max(each.trained for each in own[:-1]))
 
     def least(self, choice: Choice) -> float:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""

@@ -9,7 +9,7 @@ engine's own hooks see, and what travels is what the groups of a silent world bo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from shoal.pipeline.units import Unit, units_of
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
+from shoal.planner.recording import Event
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,20 @@ class Seen:
 @dataclass(frozen=True)
 class Trace:
     """A microbatch of a model: its parts in order, what backward sends beside what forwards do, and the most bytes of
-    temporaries. `weights`: elements of each part's parameters on this rank, `trained` those that have gradients,
-    `experts` those of stacked experts; `tensors`: its parameters that have gradients. `whole`: elements of the whole
-    model, where tied ones count once."""
+    temporaries, without gradients of parameters, and `beside` one. `weights`: elements of each part's parameters on
+    this rank, `trained` those that have gradients, `experts` those of stacked experts, `largest` those of its largest
+    parameter; `tensors`: its parameters that have gradients. `whole`: elements of the whole model, where tied ones
+    count once."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
     trained: tuple[int, ...]
     experts: tuple[int, ...]
+    largest: tuple[int, ...]
     tensors: tuple[int, ...]
     sent: dict[tuple[str, str], Traffic]
     temporaries: int
+    beside: int
     whole: int
 
 
@@ -105,16 +109,36 @@ def _quiet() -> Iterator[None]:
 def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subject) -> Trace:
     looker = _Looker(ready, units)
     events = run(ready, subject, looker.through)
-    live = most = kept = 0
-    for what, value in events:
-        if what == "live":
-            live += value  # type: ignore[operator]
-        elif what == "saved":
-            kept += value  # type: ignore[operator]
-        most = max(most, live - kept)
+    sizes = {name: parameter.nbytes for name, parameter in ready.local.module.named_parameters()}
+    temporaries, beside = _temporaries(events, sizes)
     numbers = [_elements(ready, unit) for unit in units]
-    weights, trained, experts, tensors = zip(*numbers, strict=True) if numbers else ((), (), (), ())
-    return Trace(tuple(looker.found), weights, trained, experts, tensors, _traffic(ready), most, ready.whole)
+    weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
+    own = weights, trained, experts, largest, tensors, _traffic(ready), temporaries, beside, ready.whole
+    return Trace(tuple(looker.found), *own)
+
+
+def _temporaries(events: Sequence[Event], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The most bytes that live beside what backward keeps, without gradients of parameters, whose bytes are `sizes`;
+    and the most while there is such a gradient."""
+    ends: dict[int, int] = {}
+    latest: dict[int, int] = {}
+    for place, (what, value) in enumerate(events):
+        if what == "live":
+            latest[value] = place  # type: ignore[index]
+        elif what == "came":  # its gradient is the last tensor of its size
+            ends[latest.get(sizes[value], -1)] = place  # type: ignore[index]
+    live = kept = most = beside = own = 0
+    until = -1
+    for place, (what, value) in enumerate(events):
+        if place in ends:
+            own, until = value, ends[place]  # type: ignore[assignment]
+        if place > until:
+            own = 0
+        live += value if what == "live" else 0  # type: ignore[operator]
+        kept += value if what == "saved" else 0  # type: ignore[operator]
+        most = max(most, live - kept - own)
+        beside = max(beside, live - kept - own) if own else beside
+    return most, beside
 
 
 def _traffic(ready: Prepared) -> dict[tuple[str, str], Traffic]:
@@ -126,8 +150,9 @@ def _traffic(ready: Prepared) -> dict[tuple[str, str], Traffic]:
     return found
 
 
-def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int]:
-    """Elements of a part's parameters: all, trained, and of stacked experts; and the number of those trained."""
+def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int, int]:
+    """Elements of a part's parameters: all, trained, of stacked experts, and of the largest; and the number of those
+    trained."""
     known = {id(parameter): name for name, parameter in ready.local.module.named_parameters()}
     keys = {name: key for name, _, key in ready.parameters}
     own = {id(each): each for each in unit.module.parameters()}
@@ -136,6 +161,7 @@ def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int]:
         sum(size for size, _ in found),
         sum(size for size, key in found if key.trainable),
         sum(size for size, key in found if key.group == EXPERTS),
+        max((size for size, _ in found), default=0),
         sum(key.trainable for _, key in found),
     )
 
