@@ -348,6 +348,7 @@ def test_a_last_checkpoint_that_fails_is_the_end_of_a_run(quick, make_job, alone
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, UserError, 'or schedule = "constant"'),
         ({"run": {"trackers": ["tensorbord"]}}, UserError, 'Did you mean "tensorboard"?'),
         ({"run": {"resume": "/nowhere"}}, UserError, 'run.resume = "/nowhere": no such directory'),
+        ({"run": {"resume": "/proc"}}, CheckpointError, "in /proc: give the directory of a checkpoint or a run"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_training(quick, make_job, alone, changes, error, message):

@@ -190,6 +190,7 @@ def _named(path: Path, note: Any, damaged: list[str]) -> Path:
     found = checkpoint.newest(directory, note)
     if found is None:
         raise CheckpointError(
-            f"there is no good checkpoint in {directory}" + (f": {'; '.join(damaged)}" if damaged else "")
+            f"there is no good checkpoint in {directory}: "
+            + ("; ".join(damaged) or "give the directory of a checkpoint or a run")
         )
     return found
