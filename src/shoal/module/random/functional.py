@@ -4,7 +4,6 @@ modules."""
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shoal.module.random.by_thread import OpenByThread
 
 
 class Draws(Protocol):
@@ -29,47 +30,25 @@ torch_dropout = F.dropout
 torch_attention = F.scaled_dot_product_attention
 
 
-class _Open:
-    """Records, by thread, the draws that `F.dropout` takes its masks from.
-
-    A thread that opened none, like those that run backward on a GPU, uses the only ones that are open.
+class _Open(OpenByThread[Draws]):
+    """The draws that `F.dropout` takes its masks from.
 
     `attends`: whether some, of whatever thread, compute attention by themselves. It is a plain value, on which a graph
     of dynamo can be guarded; the graph breaks at the lock.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.attends = False
-        self._lock = threading.Lock()
-        self._by_thread: dict[int, list[Draws]] = {}
 
-    def enter(self, randomness: Draws) -> None:
-        with self._lock:
-            if not self._by_thread:
-                F.dropout, F.scaled_dot_product_attention = _stand_ins
-            self._by_thread.setdefault(threading.get_ident(), []).append(randomness)
-            self._look()
+    def _give_way(self) -> None:
+        F.dropout, F.scaled_dot_product_attention = _stand_ins
 
-    def leave(self) -> None:
-        with self._lock:
-            mine = self._by_thread[threading.get_ident()]
-            mine.pop()
-            if not mine:
-                del self._by_thread[threading.get_ident()]
-            if not self._by_thread:
-                F.dropout, F.scaled_dot_product_attention = torch_dropout, torch_attention
-            self._look()
+    def _put_back(self) -> None:
+        F.dropout, F.scaled_dot_product_attention = torch_dropout, torch_attention
 
     def _look(self) -> None:
         self.attends = any(each.attend is not None for mine in self._by_thread.values() for each in mine)
-
-    def here(self) -> Draws | None:
-        """Returns the draws that this thread uses, or None for torch's own."""
-        with self._lock:
-            mine = self._by_thread.get(threading.get_ident())
-            if mine:
-                return mine[-1]
-            return next(iter(self._by_thread.values()))[-1] if len(self._by_thread) == 1 else None
 
 
 _open = _Open()

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.module.random.by_thread import OpenByThread
+
 
 @dataclass(frozen=True)
 class HostState:
@@ -68,31 +70,18 @@ class _Generators:
         return self._state
 
 
-class _Open:
-    """The generators of threads inside `host_draws`, the innermost last, and the functions that stand in meanwhile."""
+class _Open(OpenByThread[_Generators]):
+    """The generators of threads inside `host_draws`."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_thread: dict[int, list[_Generators]] = {}
+    def _give_way(self) -> None:
+        for namespace, name, original, stand_in in _STAND_INS:
+            if namespace.get(name) is original:  # else somebody has put another there
+                namespace[name] = stand_in
 
-    def enter(self, generators: _Generators) -> None:
-        with self._lock:
-            if not self._by_thread:
-                for namespace, name, original, stand_in in _STAND_INS:
-                    if namespace.get(name) is original:  # else somebody has put another there
-                        namespace[name] = stand_in
-            self._by_thread.setdefault(threading.get_ident(), []).append(generators)
-
-    def leave(self) -> None:
-        with self._lock:
-            mine = self._by_thread[threading.get_ident()]
-            mine.pop()
-            if not mine:
-                del self._by_thread[threading.get_ident()]
-            if not self._by_thread:
-                for namespace, name, original, stand_in in _STAND_INS:
-                    if namespace.get(name) is stand_in:
-                        namespace[name] = original
+    def _put_back(self) -> None:
+        for namespace, name, original, stand_in in _STAND_INS:
+            if namespace.get(name) is stand_in:
+                namespace[name] = original
 
     def here(self) -> _Generators | None:
         """Returns those that this thread draws from; None for the global ones.
@@ -102,10 +91,7 @@ class _Open:
         mine = self._by_thread.get(threading.get_ident())
         if mine:
             return mine[-1]
-        if self._by_thread and torch._C._current_graph_task_id() != -1:
-            with self._lock:
-                return next(iter(self._by_thread.values()))[-1] if len(self._by_thread) == 1 else None
-        return None
+        return super().here() if self._by_thread and torch._C._current_graph_task_id() != -1 else None
 
 
 _open = _Open()
