@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -35,10 +35,13 @@ def stopped(tmp_path: Path) -> Iterator[dist.Store]:
         port, pid = map(int, (tmp_path / "port").read_text().split())
         store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20), wait_for_workers=False)
         store.set("here", "1")
-        os.kill(pid, signal.SIGSTOP)
+        process = psutil.Process(pid)
+        process.suspend()
+        while any(psutil.Process(thread.id).status() != psutil.STATUS_STOPPED for thread in process.threads()):
+            time.sleep(0.001)  # a thread that computes stops only when it hears of the signal
         assert not ask(lambda: store.check(["here"]), 0.05)
         yield store
-        os.kill(pid, signal.SIGKILL)
+        process.kill()
 
 
 def test_a_question_is_answered_in_time_or_not():
