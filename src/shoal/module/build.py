@@ -11,6 +11,7 @@ factory runs.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -178,7 +179,21 @@ def _blank(factory: Callable[[], nn.Module]) -> nn.Module:
             module = _made(factory())
     if _hides_fakes(module):
         raise Unrecordable(HIDDEN)
-    return module
+    if all(isinstance(each, FakeTensor) for each in module.parameters()):
+        return module
+    return _copied(module)  # made before: what is done to it is not for the caller, who goes on with it
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copies `module` but for its parameters and buffers, which the copy shares."""
+    shared: dict[int, Any] = {id(each): each for _, each in _named_tensors(module)}
+    try:
+        return copy.deepcopy(module, shared)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            f"the factory returns a model that was there before and cannot be copied ({error}): give a function that "
+            "makes a new one"
+        ) from error
 
 
 def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
