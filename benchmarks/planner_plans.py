@@ -24,6 +24,7 @@ from shoal.planner import Subject
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import ways
+from shoal.planner.probe import probe
 from shoal.planner.profile import profile
 from shoal.planner.search import Search
 from shoal.planner.task import Estimate, Task
@@ -140,10 +141,12 @@ def task_of(name: str, cluster: Cluster) -> Task:
     """What the planner is asked of a model."""
     tiny, numbers = MODELS[name], precision("fp32")
     model = build(tiny.table)
-    traced = profile(Subject(model.factory, model.loss, samples(name)[0], 1, numbers, Plan()), ways(tiny.pins))
+    subject = Subject(model.factory, model.loss, samples(name)[0], 1, numbers, Plan())
+    traced = profile(subject, ways(tiny.pins))
     legal = legal_degrees(model.values, traced, SEQUENCE, cluster.per_host)
     fixed = tiny.microbatches[0] if len(tiny.microbatches) == 1 else None
-    return Task(traced, cluster, tiny.rows, numbers_of(numbers, ADAMW), fixed, None, tiny.pins, legal)
+    task = Task(traced, cluster, tiny.rows, numbers_of(numbers, ADAMW), fixed, None, tiny.pins, legal)
+    return probe(subject, task)
 
 
 def every(name: str, task: Task) -> Iterator[Estimate]:

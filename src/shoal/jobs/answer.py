@@ -24,6 +24,7 @@ from shoal.planner.degrees import Spread, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
+from shoal.planner.probe import probe
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
@@ -91,9 +92,14 @@ def subject_of(
 
 def profile_of(settled: Settled, ways: tuple[str, ...], placements: Mapping[str, str] | None = None) -> Profile:
     """Traces the model of a job, or reads what was traced before."""
-    model, subject = settled.model, subject_of(settled, placements=placements)
-    settings = model.name, settled.job.model.get("loss"), model.values, settled.job.train.weight_decay
-    return kept(settings, subject, ways, partial(_traced, settled, subject, ways))
+    subject = subject_of(settled, placements=placements)
+    return kept(_settings(settled), subject, ways, partial(_traced, settled, subject, ways))
+
+
+def _settings(settled: Settled) -> object:
+    """What a job's model is made by."""
+    model = settled.model
+    return model.name, settled.job.model.get("loss"), model.values, settled.job.train.weight_decay
 
 
 def _traced(settled: Settled, subject: Subject, ways: tuple[str, ...]) -> Profile:
@@ -132,7 +138,7 @@ def task_of(
         numbers = precision(job.train.precision)
     optimizer = optimizer_named(job.train.optimizer, job.train.lr)
     legal = legal_degrees(settled.model.values, traced, job.data.sequence, cluster.per_host)
-    return Task(
+    task = Task(
         traced,
         cluster,
         job.train.global_batch,
@@ -145,6 +151,7 @@ def task_of(
         exchanges=tuple(dict.fromkeys((EXACT, *job.auto.allow))),
         compiled=not any(device.on_host for device in cluster.devices),
     )
+    return probe(subject_of(settled), task, _settings(settled))
 
 
 def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:

@@ -31,6 +31,7 @@ from shoal.planner.measure import groups_of, here
 from shoal.planner.pins import check_pins
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
+from shoal.planner.probe import probe
 from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
 from shoal.planner.replicable import as_replicable
@@ -98,7 +99,7 @@ def auto_plan(
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
         cores = any(device.on_host for device in machine.devices)
         compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
-        asked = replace(asked, compiled=compiled)
+        asked = probe(subject, replace(asked, compiled=compiled))
         plan, rows = as_replicable(asked, buffers, partial(_confirmed, subject=subject, optimizer=optimizer))
         return plan.to_dict(), rows
 

@@ -32,6 +32,7 @@ class Device:
       them reach `reaches`
     - `backward`, `updating`: how many times longer backward and the update take than is counted
     - `crowd`: how many ranks share a core: these rates are of one while all of them compute
+    - `slower`: how many times longer than measured all takes, as runs have said
     """
 
     name: str
@@ -47,6 +48,7 @@ class Device:
     backward: float = 1.0
     updating: float = 1.0
     crowd: float = 1.0
+    slower: float = 1.0
 
     def share(self, operations: float) -> float:
         """The share of its peak that a product of so many operations reaches."""
@@ -144,6 +146,7 @@ class Cluster:
     - `contention`: seconds by which computing takes longer for each second of communication that goes on beside it
     - `step`: seconds of a step beside what is counted; `data`: of a row that a rank reads
     - `currency`: of prices
+    - `said`: what was measured, and when; `is_here`: whether it is this machine
     """
 
     name: str
@@ -155,6 +158,7 @@ class Cluster:
     data: float = 0.0
     currency: str = "USD"
     said: tuple[str, ...] = field(default=())
+    is_here: bool = False
 
     def __post_init__(self) -> None:
         if not self.hosts:

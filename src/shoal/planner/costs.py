@@ -12,14 +12,16 @@ from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.planner.cluster import Device
-from shoal.planner.computing import BACKWARD, FORWARD, Times, seconds_of
+from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, between, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.profile import Message, PartProfile
 from shoal.planner.task import Task
 
 COMPILING = 30.0
 """Seconds until a compiled block of a kind is compiled, there and back. Assumed."""
-SELECTING = 25  # launches that an operation takes on a CPU if torch asks in Python whether to keep it; measured
+SELECTING, RECALLING = 20, 6
+"""Launches that an operation of a block takes on a CPU beside itself where torch asks in Python whether to keep what it
+gives, and where all of the block runs again: hooks of what is saved, and the block's second call. Measured."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
@@ -167,12 +169,16 @@ class Prices:
     def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
         own, device = self.pieces[place], self.slowest
         blocks = [part for part in own if part.is_block]
-        forward = math.fsum(self._seconds(part, spread, rows, FORWARD) for part in own)
-        backward = math.fsum(self._seconds(part, spread, rows, BACKWARD) for part in own)
-        backward *= device.backward
+        forward, unadded, backward = (
+            math.fsum(self._seconds(part, spread, rows, times) for part in own)
+            for times in (FORWARD, UNADDED, BACKWARD)
+        )
+        there, back = self._probed(own, spread, rows)
+        forward, backward = there * forward, device.backward * (backward + (back - 1) * unadded)
         some = math.fsum(self._seconds(part, spread, rows, Times(0, 0, 1)) for part in blocks)
-        some += SELECTING * device.launch * device.on_host * sum(part.calls.on(spread) for part in blocks)
         full = math.fsum(self._seconds(part, spread, rows, Times(1 - part.spared, 1, 1)) for part in blocks)
+        asking = device.launch * device.on_host * sum(part.calls.on(spread) for part in blocks)
+        some, full = there * some + SELECTING * asking, there * full + RECALLING * asking
         sent = self._carried(own, spread, rows)
         return Spent(
             forward,
@@ -185,6 +191,15 @@ class Prices:
                 "full": (full, _summed((kind(each), seconds) for each, seconds in self._carried(blocks, spread, rows))),
             },
         )
+
+    def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: int) -> tuple[float, float]:
+        """How many times longer than counted forward and backward take, of as many rows as a rank has a share of."""
+        if not self.task.probed:
+            return 1.0, 1.0
+        whole = math.fsum(part.products.value for part in own)
+        share = math.fsum(part.products.on(spread) for part in own) / whole if whole else 1.0
+        forward, backward = ([(each[0], each[place]) for each in self.task.probed] for place in (1, 2))
+        return between(forward, share * rows), between(backward, share * rows)
 
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: int) -> list[tuple[Message, float]]:
         """The messages of a forward that take time, and how much."""

@@ -30,10 +30,8 @@ MOST = 64
 
 def kept(settings: object, subject: Subject, ways: tuple[str, ...], make: Callable[[], Profile]) -> Profile:
     """The profile that `make` makes, or made before for the same `settings` of a model, row, format and `ways`."""
-    row = sorted((key, tuple(each.shape), str(each.dtype)) for key, each in subject.sample.items())
     placements = sorted((subject.plan.placements or {}).items())
-    asked = repr((settings, row, subject.precision, placements, ways, _sources()))
-    path = folder() / "profiles" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+    path = folder() / "profiles" / f"{name_of((settings, placements, ways), subject)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = _read(json.loads(path.read_text(encoding="utf-8")))
         os.utime(path)  # it is in use
@@ -46,6 +44,12 @@ def kept(settings: object, subject: Subject, ways: tuple[str, ...], make: Callab
         fresh.replace(path)
         _forget_oldest(path.parent)
     return made
+
+
+def name_of(settings: object, subject: Subject) -> str:
+    """A name that a model with other `settings`, another row of data or format, or other sources does not have."""
+    row = sorted((key, tuple(each.shape), str(each.dtype)) for key, each in subject.sample.items())
+    return hashlib.sha256(repr((settings, row, subject.precision, _sources())).encode()).hexdigest()[:32]
 
 
 @cache

@@ -231,11 +231,12 @@ def here(
         backward / forward,
         update / forward,
         crowd,
+        forward,
     )
     told = sorted((each for each in (groups, known) if each is not None), key=lambda each: each.at)
     inside = newest(reach for each in told for reach in each.inside)
     across = newest(reach for each in told for reach in each.across)
-    update_rate = found.bandwidth * on_host
+    update_rate = found.bandwidth * on_host / crowd
     scratch = str(folder() / "pages")  # beside what the disk was measured with
     host = Host(what, on_host, _link(inside), memory, found.to_host, found.disk, update_rate, scratch=scratch)
     return Cluster(
@@ -247,6 +248,7 @@ def here(
         0.0 if known is None else known.other,
         0.0 if known is None else known.data,
         said=(_said(found, groups, ranks), *([] if known is None else [str(known)])),
+        is_here=True,
     )
 
 

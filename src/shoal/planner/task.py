@@ -61,6 +61,8 @@ class Numbers:
     state: float
 
 
+Probed = tuple[int, float, float]
+"""Rows of a microbatch, and how many times longer than counted its forward and its backward take."""
 EXACT = "allreduce"
 """The exchange that changes nothing of what is computed."""
 
@@ -77,6 +79,7 @@ class Task:
     - `share`: of these, what estimates may fill: below 1 where dry runs have counted more than they (see confirm)
     - `recompute`, `schedules`: those that are tried
     - `exchanges`: algorithms by which replicas may agree, by name
+    - `probed`: how many times longer than counted forward and backward take, by the rows of a microbatch (see probe)
     - `compiled`: whether compiled blocks are tried beside those that run as they are written
     """
 
@@ -93,6 +96,7 @@ class Task:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1))
     exchanges: tuple[str, ...] = (EXACT,)
+    probed: tuple[Probed, ...] = ()
     compiled: bool = False
 
     @property

@@ -1,0 +1,148 @@
+"""Small models are run for a moment before a plan is chosen: what they take scales what is counted."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.planner import Subject, kept
+from shoal.planner import probe as module
+from shoal.planner.ask import numbers_of
+from shoal.planner.computing import between
+from shoal.planner.degrees import Spread
+from shoal.planner.measure import here
+from shoal.planner.probe import probe
+from shoal.planner.profile import profile
+from shoal.planner.search import Search
+from shoal.planner.task import Choice, Task
+from shoal.precision import precision
+from tests.planner.models import cluster
+
+PAUSE = 0.01
+
+
+class Slow(nn.Module):
+    """Waits in its forward, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and not x.is_meta:
+            self.runs += 1
+        time.sleep(PAUSE)
+        noise = torch.rand(()) + random.random() + np.random.rand()
+        return self.linear(self.norm(x)) * (noise > 0)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+def asked(factory: Callable[[], nn.Module], microbatch: int | None = 2) -> tuple[Subject, Task]:
+    """A task of two ranks here."""
+    numbers = precision("fp32")
+    subject = Subject(factory, loss, {"x": torch.ones(4)}, 1, numbers)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    return subject, Task(
+        profile(subject, ()), here(2, 2, torch.float32), 64, numbers_of(numbers, optimizer), microbatch
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_forward_that_waits_is_predicted_to_wait():
+    subject, task = asked(Slow)
+    probed = probe(subject, replace(task, cluster=replace(task.cluster, hosts=task.cluster.hosts[:1])))
+    ((rows, forward, _),) = probed.probed
+    assert rows == 2 and forward > 1
+    prices = Search(probed).prices
+    forward = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
+    assert PAUSE <= forward / probed.cluster.hosts[0].device.crowd < 3 * PAUSE
+    half = Search(probed).estimate(Choice(Spread(copies=1), 2)).terms["compute"]
+    assert half > 32 * PAUSE, "of 64 rows"
+
+
+def test_what_runs_have_said_comes_on_top():
+    subject, task = asked(Slow)
+    device = task.cluster.hosts[0].device
+    later = replace(device, slower=2.0, launch=2 * device.launch, bandwidth=device.bandwidth / 2,
+                    flops={name: rate / 2 for name, rate in device.flops.items()})  # fmt: skip
+    learnt = replace(task, cluster=replace(task.cluster, hosts=(replace(task.cluster.hosts[0], device=later),)))
+    first, second = (Search(probe(subject, each, "one")).prices.spent(0, Spread(), 2) for each in (task, learnt))
+    assert second.forward == pytest.approx(2 * first.forward) and second.backward == pytest.approx(2 * first.backward)
+
+
+def test_nothing_of_the_callers_is_touched():
+    mine = Slow().eval()
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    subject, task = asked(lambda: mine)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    threads = torch.get_num_threads()
+    assert probe(subject, task).probed
+    assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
+    assert not mine.training and not mine.runs and all(each.grad is None for each in mine.parameters())
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert str(states[2]) == str(np.random.get_state(legacy=False)) and torch.get_num_threads() == threads
+
+
+def test_it_is_run_once_while_nothing_changes(monkeypatch):
+    subject, task = asked(Slow)
+    first = probe(subject, task, "settings")
+    ran = kept.read(next(key for key in kept._all() if key.startswith("ran")))
+    assert ran is not None and ran["ran"][0][0] == 2
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("run again"))
+    assert probe(subject, task, "settings") == first
+
+
+def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
+    monkeypatch.setattr(module, "ENOUGH", 1.0)
+
+    def without_statistics() -> nn.Module:
+        made = Slow()
+        made.norm = nn.Identity()
+        return made
+
+    subject, task = asked(without_statistics, None)
+    assert [rows for rows, *_ in probe(subject, task).probed] == [1, 4, 16, 64]
+    monkeypatch.setattr(module, "ENOUGH", PAUSE)
+    assert [rows for rows, *_ in probe(subject, task).probed] == [1]
+
+
+class Real(Slow):
+    """Fails where there are values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            raise RuntimeError("no values, please")
+        return super().forward(x)
+
+
+def test_what_is_large_or_fails_or_is_elsewhere_is_counted(monkeypatch, caplog):
+    subject, task = asked(Slow)
+    elsewhere = replace(task, cluster=cluster())
+    assert probe(subject, elsewhere) is elsewhere
+    monkeypatch.setattr(module, "MOST_PARAMETERS", 27)  # of 28
+    assert probe(subject, task) is task
+    monkeypatch.undo()
+    with caplog.at_level("INFO"):
+        assert probe(replace(subject, factory=Real), task).probed == ()
+    assert "no values, please" in caplog.text
+
+
+def test_between_two_numbers_of_rows_factors_follow_the_logarithm():
+    table = [(1, 4.0), (4, 2.0), (16, 1.0)]
+    assert [between(table, rows) for rows in (0.5, 1, 2, 4, 8, 16, 64)] == pytest.approx([4, 4, 3, 2, 1.5, 1, 1])
+    assert between([], 3) == 1.0
