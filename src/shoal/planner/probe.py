@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from shoal.device import CPU
 from shoal.errors import ShoalError
@@ -48,14 +49,19 @@ class Ran:
 
 def probe(subject: Subject, task: Task, settings: object = None) -> Task:
     """Returns `task` with how many times longer than counted the model of `subject` takes, of microbatches of ever more
-    rows until one takes ENOUGH seconds. As it is for a model that is large or does not run alone, and where the task's
-    cluster is not this machine's cores. `settings`: what the model is made by, under which what it takes is kept; None
-    for one that is not kept."""
+    rows until one takes ENOUGH seconds. As it is for a model that is large or does not run alone, where the task's
+    cluster is not this machine's cores, and in a process group of torch's, of which a forward may call a collective.
+    `settings`: what the model is made by, under which what it takes is kept; None for one that is not kept."""
     cluster, large = task.cluster, task.profile.parameters > MOST_PARAMETERS
-    if large or not cluster.is_here or not all(device.on_host for device in cluster.devices):
+    if large or _meets_others() or not cluster.is_here or not all(device.on_host for device in cluster.devices):
         return task
     ran = _kept(subject, _tried(task.rows, task.microbatch), threads_of(CPU, cluster.per_host), settings)
     return replace(task, probed=_factors(ran, task))
+
+
+def _meets_others() -> bool:
+    """Whether a forward might wait for other processes, which make none."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _kept(subject: Subject, rows: Sequence[int], threads: int, settings: object) -> tuple[Ran, ...]:
