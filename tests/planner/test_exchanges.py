@@ -5,13 +5,55 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal import Engine, Plan
 from shoal.chunks.assign import ChunkKey, assign
+from shoal.comm import World
 from shoal.exchange.tuning import SMALLEST, USUAL_CHUNK, best_size
 from shoal.models import build
+from shoal.planner import Subject
+from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Link
+from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import MOST_CHUNKS, chunks
+from shoal.planner.measure import here
+from shoal.planner.profile import profile
+from shoal.planner.search import Search
+from shoal.planner.task import Choice, Task
+from shoal.precision import precision
+from tests.pool import run_ranks
 
 pytestmark = pytest.mark.fast
+GPT = {"name": "gpt", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 64, "sequence": 8}
+ROW = {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+def sent(world: World, zero: int) -> int:
+    """Bytes that a step of two microbatches hands to collectives, but for the ballot."""
+    model = build(GPT)
+    engine = Engine(
+        model.factory, model.loss, sgd, Plan(dp=world.size, zero=zero), global_batch=8, microbatch=2, world=world
+    )
+    told = list[int]()
+    for batch in engine.batches([ROW] * 8, steps=2):
+        engine.step(batch)
+        told.append(sum(of.payload for flow, of in world.ledger.traffic.items() if flow.purpose != "ballot"))
+    engine.close()
+    return told[1] - told[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ranks_of_a_host_send_what_is_counted(zero, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, numbers = build(GPT), precision("fp32")
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ())
+    task = Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd))
+    counted = Search(task).estimate(Choice(Spread(copies=2), 2, zero=zero)).wire["copies"]
+    assert run_ranks(sent, 2, zero) == [pytest.approx(counted, rel=0.01)] * 2  # chunks end at whole lines
+
 
 FAST, SLOW = Link(1e-4, 4e10), Link(1e-4, 3e9)
 

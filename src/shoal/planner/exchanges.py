@@ -27,7 +27,8 @@ def exchanged(
         return 0.0, {}
     sends = sends_of(prices, choice)
     reduced = numbers.gradient * trained
-    link = cluster.link(spread.stride("copies") // spread.tokens, ranks)
+    stride = spread.stride("copies") // spread.tokens
+    link = cluster.link(stride, ranks)
     with_experts = max(1, ranks // spread.experts)
     total = wire = 0.0
     again = number if choice.zero >= 2 or choice.offload else 1
@@ -42,8 +43,11 @@ def exchanged(
     device = prices.slowest
     coding = again * sends.passes * (reduced + numbers.gradient * experts) / (device.bandwidth * device.streams)
     together = copies(choice)[0]
-    passes = is_cut(choice, "weights")  # they are gathered to be used
-    if choice.zero and not passes:
+    common = in_common(prices, choice, stride * together)
+    passes = is_cut(choice, "weights") and not common  # they are gathered to be used
+    if common:
+        total += link.seconds("all_gather", 0, together, sum(calls))  # ranks meet when all are updated
+    elif choice.zero and not passes:
         nbytes = numbers.weight * (trained + experts)
         total += link.seconds("all_gather", nbytes, together, sum(calls))
         wire += nbytes
@@ -53,7 +57,7 @@ def exchanged(
     gathered = 0.0
     often = has.times(number) + has.stays  # what lies on the device is gathered once, when it was updated
     if passes:
-        inner = cluster.link(spread.stride("copies") // spread.tokens, together)
+        inner = cluster.link(stride, together)
         nbytes = often * numbers.weight * (weights + experts)
         gathered = inner.seconds("all_gather", nbytes, together, often * sum(calls))
         wire += nbytes
@@ -65,6 +69,13 @@ def exchanged(
     if passes and device.on_host:
         waits += often * sum(calls) * HOOKS * device.launch
     return max(0.0, early - hidden) + waits, {"copies": wire}
+
+
+def in_common(prices: Prices, choice: Choice, span: int) -> bool:
+    """Whether ranks that share the state, within `span` neighbours, have one copy of the weights in memory that is
+    common to them, as ranks on the cores of a host do: then nothing of them is sent."""
+    on_cores = prices.slowest.on_host and choice.zero > 0 and choice.offload is None
+    return on_cores and prices.task.cluster.per_host % span == 0
 
 
 def sends_of(prices: Prices, choice: Choice) -> Sends:
