@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shoal.comm.collectives import Group
 from shoal.comm.lane import Lane, Ticket
@@ -184,7 +187,22 @@ class AtOnce(Lane):
         return AtOnce(self._device, self.ledger)
 
     def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
-        work()
+        with _outside_checkpoints():
+            work()
         ticket = Ticket(self)
         ticket.done = True
         return ticket
+
+
+@contextmanager
+def _outside_checkpoints() -> Iterator[None]:
+    """Leaves the modes of a block that is checkpointed in part: what a lane does in the middle of it, on a thread of
+    its own, is none of its operations."""
+    left = []
+    while isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+        left.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(left):
+            _push_mode(mode)
