@@ -92,7 +92,8 @@ def input_half(
 
 
 def weight_half(starts: Sequence[Start]) -> None:
-    """Runs the second half: adds the gradients from `starts` to their weights, once per weight.
+    """Runs the second half: adds the gradients from `starts` to their weights, once per weight, from the last start to
+    the first, as a whole backward goes: in that order chunks of gradients are cut.
 
     What `plan.recompute` computes again is computed once for all starts, but for those whose weights have several:
     these may go through a node twice, which torch refuses in one group.
@@ -100,7 +101,7 @@ def weight_half(starts: Sequence[Start]) -> None:
     sums: dict[Tensor, Tensor] = {}
     uses = Counter(weight for start in starts for weight in start.weights)
     together = GraphExecGroup()
-    for start in starts:  # one by one: a joint backward would pass from one start through the inputs to the next
+    for start in reversed(starts):  # one by one: a joint backward would pass through the inputs to the next
         if any(uses[weight] > 1 for weight in start.weights):
             for weight, grad in _step(start):
                 sums[weight] = sums[weight] + grad if weight in sums else grad
