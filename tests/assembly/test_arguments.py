@@ -171,7 +171,7 @@ def test_the_names_of_an_engine_are_the_documented_ones() -> None:
     public = {name for name in dir(made) if not name.startswith("_")}
     assert public == set(re.findall(r"`engine\.(\w+)`", table))
     assert made.parts.mesh.size("dp") == 1 and made.parts.chunks and made.parts.tier is None and made.parts.lag == 0
-    assert made.parts.rounds(next(made.batches(Rows()))) == 1
+    assert made.parts.rounds() == []
     made.close()
 
 

@@ -307,6 +307,8 @@ STAGES = [
     {"pp": 2, "dp": 1, "buddy": 1},
     {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"},
     {"pp": 2, "dp": 1, "schedule": "interleaved", "memory": {}},
+    {"pp": 2, "dp": 1, "schedule": "zb1p", "memory": {}},
+    {"pp": 2, "dp": 2, "zero": 2, "schedule": "zbv", "memory": {}},
     {"pp": 2, "dp": 1, "recompute": "full", "memory": {}},
     {"pp": 2, "dp": 1, "recompute": {"name": "blocks", "full": "0, 3", "selective": [1]}, "memory": {}},
     {"pp": 2, "dp": 1, "schedule": "2bw"},

@@ -11,9 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,12 +24,21 @@ from shoal import Engine, Plan, UserError
 from shoal.assembly.recipe import Recipe
 from shoal.comm import Link, World
 from shoal.comm.silent import AtOnce
+from shoal.models import build
 from shoal.pipeline.p2p import Mail, Message
+from shoal.planner import Subject
+from shoal.planner.ask import numbers_of
+from shoal.planner.degrees import Spread
+from shoal.planner.profile import profile
 from shoal.planner.rehearsal import STEADY, Seen, Step, more_than, rehearse, tensors_of
+from shoal.planner.search import Search
+from shoal.planner.task import Choice, Task
+from shoal.precision import precision
 from tests.parity import test_experts, test_mesh, test_stages
 from tests.parity.cases import CASES, arguments, engine
 from tests.parity.covering import thinned
 from tests.parity.test_parity import COVERING, PLANS, options_of
+from tests.planner.models import cluster
 from tests.pool import apart, run_ranks
 
 ALWAYS = [
@@ -39,6 +51,7 @@ REFUSED = ("deferred", "disk", "activations")
 BY_VALUES = ("moe", "mixtral", "unused-frozen")
 """Models of which values decide what is allocated: how many tokens an expert is given, whether a layer runs."""
 ROWS = sorted({*ALWAYS, *(row for row in COVERING if row[4] not in REFUSED)})
+DEEP = {"name": "gpt", "layers": 4, "d_model": 64, "heads": 4, "vocab_size": 64, "sequence": 8, "tied": False}
 DEFAULTS = {name: each.default for name, each in inspect.signature(Engine.__init__).parameters.items()}
 CUTS = {"mesh": test_mesh.PLANS, "experts": test_experts.PLANS, "stages": test_stages.PLANS}
 """Plans that cut the model."""
@@ -168,3 +181,18 @@ def test_a_step_of_a_cut_model_is_as_it_was_rehearsed(case, table, plan, precisi
 def test_plans_that_cannot_be_rehearsed_say_why(options):
     with pytest.raises(UserError, match="cannot be rehearsed: "):
         rehearse(CASES["mlp-dropout"].factory, recipe("mlp-dropout", "fp32", 1), Plan(**options), [])
+
+
+def test_a_rank_of_several_stages_sends_what_the_closed_form_counts():
+    """Of each stage once a microbatch."""
+    made, plan = build(DEEP), Plan(pp=2, dp=2, zero=2, schedule="interleaved")
+    kind, adam = precision("fp32"), partial(torch.optim.AdamW, lr=1e-3)
+    rows = [{key: torch.zeros(8, dtype=torch.int64) for key in ("input_ids", "labels")}] * 8
+    traced = profile(Subject(made.factory, made.loss, rows[0], 1, kind, Plan()), ())
+    numbers = replace(numbers_of(kind, adam), dtype=torch.bfloat16)  # of which there is a peak
+    asked = Search(Task(traced, cluster(hosts=4, count=1), 8, numbers, 2, pins={"recompute": "none"}))
+    counted = asked.estimate(Choice(Spread.of(plan), 2, zero=2, schedule="interleaved", chunks=2)).wire["copies"]
+    own = {"loss": made.loss, "optimizer": adam, "global_batch": 8, "microbatch": 2}
+    (step,) = rehearse(made.factory, Recipe.taken_from({**DEFAULTS, **own}), plan, rows, 0, steps=1, one_host=False)
+    sent = [each.payload for flow, each in step.traffic.items() if flow.purpose in ("gradients", "weights")]
+    assert counted == pytest.approx(sum(sent), rel=0.01)

@@ -60,6 +60,7 @@ def test_a_rank_cuts_its_share_without_the_others(samples, size, even, all_run, 
         assert found.microbatches == shares[rank]
         assert found.after == sum(len(shares[other]) for other in partners if other > rank)
         assert found.most == max(len(shares[other]) for other in partners)
+        assert found.alike is (len({len(shares[other]) for other in partners}) == 1)
         assert found.samples == sum(len(each) for other in partners for each in shares[other])
 
 

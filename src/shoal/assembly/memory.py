@@ -3,6 +3,7 @@ tiers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from shoal.assembly.storage import Storage
 from shoal.chunks import Chunk, ChunkMaker, Gather, adopt
 from shoal.chunks.adopt import let_go
 from shoal.chunks.allocate import Private
-from shoal.chunks.make import groups_of
+from shoal.chunks.make import Keeping, groups_of
 from shoal.comm import Link
 from shoal.comm.links import link_of
 from shoal.errors import UserError
@@ -86,16 +87,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     if offload is not None and not _uses_gradients(local, recipe):
         once = recipe.global_batch <= microbatch
         precision = offload.narrow_gradients(local.module, precision, optimizer, options, once)
-    maker = ChunkMaker(
-        local.module,
-        local.whole.groups.member,
-        precision,
-        Private(device),
-        {"": keeping, **apart},
-        groups_of(local.layouts),
-        (parts.rank, parts.size),
-        not local.flushes,
-    )
+    maker = _maker(local, precision, {"": keeping, **apart})
     sized = storage.chunk_bytes(exchange, maker, keeping.shards, precision, partial(state_keys, optimizer, options))
     gradient_bytes = parts.broadcast_object(maker.gradient_bytes)
     measured = sized is None and worth_measuring(exchange, gradient_bytes, replicas.size)
@@ -123,6 +115,24 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     if not anywhere(local.axes, bool(memory.trainable)):
         raise UserError("the model has no parameter with requires_grad: there is nothing to train")
     return memory
+
+
+def _maker(local: Local, precision: Precision, keeping: Mapping[str, Keeping]) -> ChunkMaker:
+    """Makes what cuts the model into chunks, which are kept so; each stage of this rank has its own."""
+    parts = local.ranks.parts
+    maker = ChunkMaker(
+        local.module,
+        local.whole.groups.member,
+        precision,
+        Private(local.ranks.world.device),
+        keeping,
+        groups_of(local.layouts),
+        (parts.rank, parts.size),
+        not local.flushes,
+    )
+    if local.pipeline is not None:
+        maker.by_stage(local.pipeline.names)
+    return maker
 
 
 def _uses_gradients(local: Local, recipe: Recipe) -> bool:

@@ -13,9 +13,9 @@ from shoal.chunks import Chunk, Gather, Tier
 from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.versions import Versions
 from shoal.comm import Link
-from shoal.data import Batch
 from shoal.device import is_accelerator
 from shoal.exchange import Algorithm
+from shoal.exchange.rounds import Round
 from shoal.mesh import Mesh
 from shoal.module.recompute import Recompute
 from shoal.optim.tiers.pager import Pager
@@ -36,7 +36,7 @@ class Parts:
     `versions`: the weights that microbatches under way see, where the schedule has no flush.
     `buddy`: keeps state of another rank.
     `lag`: how many steps go by until the numbers of one can be read without waiting, for the device, or for the stages
-    behind where the schedule has no flush. `rounds(batch)`: the most microbatches that a rank has of it.
+    behind where the schedule has no flush. `rounds()`: those of the last step in which gradients were exchanged.
     """
 
     mesh: Mesh
@@ -54,7 +54,7 @@ class Parts:
     versions: Versions | None
     buddy: Buddy | None
     lag: int
-    rounds: Callable[[Batch], int]
+    rounds: Callable[[], Sequence[Round]]
 
 
 def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
@@ -77,5 +77,5 @@ def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
         versions=trainer.versions,
         buddy=trainer.buddy,
         lag=on_device if local.flushes else ranks.stages.size - 1,
-        rounds=lambda batch: runner.dealing.cut(batch.ids).most,
+        rounds=lambda: runner.rounds if isinstance(runner, StepRunner) else (),
     )

@@ -20,6 +20,7 @@ class ChunkKey:
     - `group`: which ranks have them (see `make`)
     - `options`: index of the optimizer group
     - `sparse`: name of a parameter whose gradient is rows (nn.Embedding with sparse=True), alone in its chunk
+    - `stages`: those of this rank's stages of a pipeline that have them; none where it makes no difference
     """
 
     dtype: torch.dtype
@@ -27,6 +28,7 @@ class ChunkKey:
     options: int
     trainable: bool
     sparse: str | None = None
+    stages: tuple[int, ...] = ()
 
 
 def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int) -> Cut:

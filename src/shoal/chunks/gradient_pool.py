@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.chunks.allocate import Shared
 from shoal.chunks.tier import Tier
 from shoal.comm.lane import EXCHANGE, Ticket
+from shoal.device import is_accelerator
 
 BUFFERS = 2
 ON_LOAN = "gradients on loan"
@@ -90,3 +91,17 @@ class GradientPool:
         if self._tier is not None:
             self._tier.give(ON_LOAN, flat.nbytes)
         ticket.wait(cause)
+
+
+def bring_home(new: Tensor, home: Tensor, adds: bool) -> bool:
+    """Copies the reduced stretch `new` to `home`, or adds it to what came before; returns whether `new` then holds the
+    sum as well. Called on the lane: what goes from an accelerator to the host does so in the order of its stream,
+    without a wait of the host."""
+    away = is_accelerator(new.device) and home.is_cpu
+    if away and adds:
+        new.add_(home.to(new.device, non_blocking=True))
+    if away or not adds:
+        home.copy_(new, non_blocking=away)
+    else:
+        home.add_(new)
+    return away

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -69,6 +69,10 @@ class ChunkMaker:
         self._tp_copy, self._has_versions = tp_copy, has_versions
         self.described = described(module, member, precision, groups or {})
 
+    def by_stage(self, names: Mapping[int, Collection[str]]) -> None:
+        """Keeps this rank's stages of a pipeline in different chunks (see below)."""
+        self.described = by_stage(self.described, names)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of all trainable parameters."""
@@ -111,6 +115,7 @@ class ChunkMaker:
             self._tp_copy if key.group in (ALIKE, TIED_ALIKE) else (0, 1),
             variant,
             self._has_versions,
+            key.stages,
         )
         return Chunk(spec, self._allocate, keeping.gradients, shards)
 
@@ -143,6 +148,21 @@ def groups_of(layouts: Mapping[str, Layout]) -> dict[str, str]:
         ("tied", True): TIED_ALIKE,
     }
     return {name: kinds[layout.apart, layout.alike] for name, layout in layouts.items()}
+
+
+def by_stage(parameters: Sequence[Described], names: Mapping[int, Collection[str]]) -> list[Described]:
+    """Puts parameters of different stages into different chunks, on a rank that has several: their gradients come with
+    different backwards.
+
+    `names[stage]`: of its parameters. What stages of other ranks have too stays together, as it does there.
+    """
+
+    def apart(name: str, key: ChunkKey) -> ChunkKey:
+        if len(names) == 1 or key.group in (TIED, TIED_ALIKE):
+            return key
+        return replace(key, stages=tuple(stage for stage, own in names.items() if name in own))
+
+    return [(name, shape, apart(name, key)) for name, shape, key in parameters]
 
 
 def described(

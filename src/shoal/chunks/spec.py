@@ -70,6 +70,7 @@ class ChunkSpec:
       work of the norm, and count it once
     - `variant`: "experts" or "tied" where other ranks have it than have the rest of the model
     - `has_versions`: the data exists in several versions (see `versions`), so masters never are the data themselves
+    - `stages`: see ChunkKey
     """
 
     index: int
@@ -84,11 +85,17 @@ class ChunkSpec:
     tp_copy: tuple[int, int] = (0, 1)
     variant: str = ""
     has_versions: bool = False
+    stages: tuple[int, ...] = ()
 
     @property
     def has_masters(self) -> bool:
         """Whether masters lie beside the data; elsewhere the data are the masters."""
         return self.trainable and (self.master_dtype != self.dtype or self.has_versions)
+
+
+def adds_to(stage: int | None, stages: Sequence[int]) -> bool:
+    """Whether a backward of `stage`, of any where that is None, may add to the gradient of a chunk of `stages`."""
+    return stage is None or not stages or stage in stages
 
 
 def flat_views(slots: Sequence[Slot], *flats: Tensor) -> list[list[Tensor]]:

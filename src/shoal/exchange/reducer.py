@@ -4,15 +4,15 @@ Autograd's own gradient of a parameter is copied (the first time in a step) or a
 it is there, and freed: one pass over memory, with the cast to the chunk's dtype in it, and nothing to zero beforehand.
 
 All chunks are exchanged once a step, in a round, during the last backward. Where chunks keep only their stretch of the
-gradient (ZeRO 2) every microbatch is a round of those chunks, whose sums are added up in the stretch; all ranks have as
-many rounds as the one with most microbatches.
+gradient (ZeRO 2) every backward is a round of those that it adds to (see `rounds`), whose sums are added up in the
+stretch; all ranks have as many rounds as the one with most microbatches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from shoal.chunks import Chunk, Slot, norms, weakly
 from shoal.chunks.exact import weights_of
-from shoal.device import is_accelerator
+from shoal.chunks.gradient_pool import bring_home
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum, watch
+from shoal.exchange.rounds import Round, of_another_stage, rounds_of
 from shoal.exchange.rows import add_rows, clear, keep, put, sum_rows
 
 _in_backward: set[int] = set()
@@ -38,6 +39,7 @@ class Reducer:
       taken on the lane while the chunk is still in the cache: the ranks share that work
     - `rows[name]`: rows of a sparse chunk's gradient that are not zero, None for all
     - `arrivals`: parameters in the order in which the last backward completed them
+    - `rounds`: of the step
 
     `users`: the users' hooks on the parameters.
     """
@@ -59,8 +61,9 @@ class Reducer:
         self._own_mean = torch.ones(())
         self._unscale: Tensor | None = None
         self._complete: Collection[str] | None = None
-        self._round = self._rounds = self._turn = self._front = 0
-        self._order: list[int] = []  # the chunks of this round, of which that at `_front` goes next
+        self._rounds_of = lru_cache(maxsize=16)(partial(rounds_of, self._chunks))
+        self.rounds, self._now = list[Round](), Round((), frozenset(), frozenset())
+        self._round = self._turn = self._front = 0  # of the chunks of this round that at `_front` goes next
         self._missing: dict[int, set[str]] = {}
         self._lent: dict[int, Tensor] = {}
         self._views = {
@@ -83,16 +86,17 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self, step: int, microbatches: int = 1, unscale: Tensor | None = None) -> None:
+    def begin(self, step: int, backwards: Sequence[int | None] = (None,), unscale: Tensor | None = None) -> None:
         """Begins `step`: nothing has been touched, and the chunks hold the gradients of the step before.
 
-        - `microbatches`: the most that any partner has
+        - `backwards`: as many as any partner makes at most; of each its stage, where all partners make the same ones in
+          that order, else None
         - `unscale`: 0-dim factor of gradients before they are exchanged, where the loss is scaled; else None
         """
-        if self._round < self._rounds:  # an error has cut the step before short: its gradients are still on their way
+        if self._round < len(self.rounds):  # an error cut the step before short: its gradients are still on their way
             self._lane.drain()
         self._unscale, self._is_open = unscale, True
-        self._users.begin(microbatches, self._borrowing.__contains__, unscale)
+        self._users.begin(len(backwards), self._borrowing.__contains__, unscale)
         if self._gradient_pool is not None:
             self._gradient_pool.forget(self._lent.values())
         for chunk in self._chunks:
@@ -104,13 +108,12 @@ class Reducer:
         holds = self._algorithm.holds(step)
         self._sums, self._own_rows = holds is Holds.SUM, holds in (Holds.INDEPENDENT, Holds.LOCAL_MEAN)
         self._reduces = holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
-        self._round, self._rounds = 0, microbatches if self._gradient_pool is not None else 1
+        self._round, self.rounds = 0, self._rounds_of(tuple(backwards) if self._gradient_pool is not None else (None,))
         self._begin_round()
 
     def _begin_round(self) -> None:
-        last = self._round == self._rounds - 1
-        self._order = [index for index, chunk in enumerate(self._chunks) if last or chunk.borrows]
-        self._missing = {index: {slot.name for slot in self._chunks[index].slots} for index in self._order}
+        self._now = self.rounds[self._round]
+        self._missing = {index: {slot.name for slot in self._chunks[index].slots} for index in self._now.order}
         self._front, self._lent, self.arrivals = 0, {}, []
 
     @contextmanager
@@ -136,7 +139,7 @@ class Reducer:
     def finish(self) -> None:
         """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
         self._is_open = False
-        while self._round < self._rounds:
+        while self._round < len(self.rounds):
             self._end_round()
         if self._gradient_pool is not None:
             self._gradient_pool.settle()
@@ -153,7 +156,7 @@ class Reducer:
         for missing in self._missing.values():
             missing.clear()
         self._advance()
-        self._round = self._rounds  # nothing is left to hand over
+        self._round = len(self.rounds)  # nothing is left to hand over
 
     @torch.no_grad()
     def _end_round(self) -> None:
@@ -166,7 +169,7 @@ class Reducer:
             missing.clear()
             self._advance()  # at once: what is lent of later chunks is not to wait for this one
         self._round += 1
-        if self._round < self._rounds:
+        if self._round < len(self.rounds):
             self._begin_round()
 
     def _arrived(self, index: int, slot: Slot, parameter: Tensor) -> None:
@@ -181,6 +184,8 @@ class Reducer:
             )
         gradient, name = parameter.grad.detach(), slot.name  # as of a backward that makes a graph
         if self._chunks[index].borrows:
+            if index not in self._missing:
+                raise of_another_stage(name)
             put(slot.view(self._flat(index)), gradient, False)
         else:
             keep(self.rows, name, self._views[name], gradient, self.touched[name])
@@ -197,7 +202,7 @@ class Reducer:
                     "does it: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             self._missing[index].discard(name)
-            if self._front < len(self._order) and index == self._order[self._front]:
+            if self._front < len(self._now.order) and index == self._now.order[self._front]:
                 self._advance()
 
     @torch.no_grad()
@@ -228,21 +233,21 @@ class Reducer:
         """Returns the whole gradient that the chunk has borrowed for this round."""
         if index not in self._lent:
             assert self._gradient_pool is not None
-            turn = self._turn + self._order.index(index) - self._front
+            turn = self._turn + self._now.order.index(index) - self._front
             flat = self._gradient_pool.borrow(turn, self._chunks[index].size)
             self._chunks[index].clear_padding(flat)
             self._lent[index] = flat
         return self._lent[index]
 
     def _advance(self) -> None:
-        while self._front < len(self._order) and not self._missing[self._order[self._front]]:
-            index = self._order[self._front]
+        while self._front < len(self._now.order) and not self._missing[self._now.order[self._front]]:
+            index = self._now.order[self._front]
             chunk = self._chunks[index]
             self._front, self._turn = self._front + 1, self._turn + 1
             if chunk.borrows:
                 assert self._gradient_pool is not None
                 flat = self._lent.pop(index)
-                work = partial(self._exchange_lent, index, self._turn - 1, flat, self._round)
+                work = partial(self._exchange_lent, index, self._turn - 1, flat, self._now)
                 self._gradient_pool.handed_over(self._lane.submit(work, f"chunk {chunk.index}"), flat)
             elif self._reduces or self._sums or self._unscale is not None or self._beside is not None:
                 self._lane.submit(partial(self._exchange, index), f"chunk {chunk.index}")
@@ -275,7 +280,7 @@ class Reducer:
                 self.rows[chunk.slots[0].name] = None
 
     @torch.no_grad()
-    def _exchange_lent(self, index: int, turn: int, flat: Tensor, round_: int) -> None:
+    def _exchange_lent(self, index: int, turn: int, flat: Tensor, now: Round) -> None:
         assert self._gradient_pool is not None
         chunk = self._chunks[index]
         lent = chunk.with_gradient(self._gradient_pool.to_reduce(turn, flat))
@@ -283,17 +288,8 @@ class Reducer:
             lent.gradient.mul_(self._unscale)
         self._sum_beside(lent)
         self._algorithm.reduce(lent, self._own_mean)
-        home, new, last = chunk.owned.gradient, lent.owned.gradient, round_ == self._rounds - 1
-        pieces = self._pieces[index]
-        if is_accelerator(new.device) and home.is_cpu:  # in the order of the lane's stream, without a wait of the host
-            if round_ > 0:
-                new.add_(home.to(new.device, non_blocking=True))
-            home.copy_(new, non_blocking=True)
-            pieces = lent.norm_pieces()
-        elif round_ == 0:
-            home.copy_(new)
-        else:
-            home.add_(new)
-        if last:
-            self._note_norms(index, pieces)
+        new = lent.owned.gradient
+        holds_sum = bring_home(new, chunk.owned.gradient, adds=index not in now.first)
+        if index in now.last:
+            self._note_norms(index, lent.norm_pieces() if holds_sum else self._pieces[index])
         self._gradient_pool.end(turn, new.nbytes if chunk.passes else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.chunks.movement import Planned
 from shoal.data import Batch
 from shoal.engine import Engine
+from shoal.exchange.rounds import Round
 from shoal.report.metrics import MovesRecord
 
 WEIGHTS, GRADIENTS, READ, WRITTEN = "weights to the device", "gradients home", "pages read", "pages written"
@@ -37,7 +38,7 @@ class Moves:
         moved = {name: now - self._before[name] for name, now in self._counted().items()}
         planned: dict[str, int | None] = {WEIGHTS: plan.fetched() if plan is not None else None}
         if engine.parts.tier is not None:
-            planned[GRADIENTS] = engine.parts.rounds(batch) * self._gradients_of_a_round()
+            planned[GRADIENTS] = sum(map(self._gradients_of, engine.parts.rounds()))
         if engine.parts.pager is not None and (turn := engine.parts.pager.last_turn) is not None:
             planned |= {READ: turn.to_read, WRITTEN: turn.to_write}
             moved |= {READ: turn.read, WRITTEN: turn.written}
@@ -55,10 +56,11 @@ class Moves:
             GRADIENTS: gradient_pool.bytes_home if gradient_pool is not None else 0,
         }
 
-    def _gradients_of_a_round(self) -> int:
-        """Returns the bytes that a microbatch sends home: this rank's range of each gradient chunk of the host."""
+    def _gradients_of(self, round_: Round) -> int:
+        """Returns the bytes that a round sends home: this rank's range of each gradient chunk of the host."""
+        trainable = [chunk for chunk in self._engine.parts.chunks if chunk.trainable]
         return sum(
             chunk.size // (chunk.group.size if chunk.group is not None else 1) * chunk.grad_dtype.itemsize
-            for chunk in self._engine.parts.chunks
-            if chunk.trainable and chunk.passes
+            for chunk in map(trainable.__getitem__, round_.order)
+            if chunk.passes
         )

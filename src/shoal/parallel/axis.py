@@ -47,8 +47,6 @@ class Axis:
     """Whether ranks that have other samples meet in the forwards."""
     sees_loss = True
     """Whether this rank computes the loss; else another one along the axis does."""
-    rounds = 1
-    """The number of backwards of each microbatch on this rank."""
     flushes = True
     """Whether a step ends with all its backwards."""
     streams = 1

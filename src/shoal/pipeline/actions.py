@@ -22,6 +22,8 @@ from typing import Literal
 from shoal.errors import UserError
 
 Kind = Literal["F", "B", "I", "W", "R", "U"]
+GIVES_GRADIENTS = ("B", "W")
+"""The actions that compute gradients of weights: each stage has one a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ class Schedule:
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages of a rank, in ascending order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def backwards(self, rank: int) -> list[int]:
+        """Returns the stage of each backward of a rank, or of the half that computes gradients of weights, in order."""
+        return [action.stage for action in self.orders[rank] if action.kind in GIVES_GRADIENTS]
 
     def of_first(self, microbatches: int) -> Schedule:
         """Returns this order with only the first `microbatches`, for a shorter step. Raises UserError if there are

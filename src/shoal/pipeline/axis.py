@@ -31,7 +31,7 @@ class PipelineParallel(Axis):
     def __init__(self, mesh: Mesh, world: World, runner: Runner, serial: int) -> None:
         super().__init__(mesh, world)
         self.runner, self._mesh, self._serial = runner, mesh, serial
-        self.sees_loss, self.rounds, self.flushes = runner.is_last, runner.rounds, runner.flushes
+        self.sees_loss, self.flushes = runner.is_last, runner.flushes
 
     def close(self) -> None:
         super().close()

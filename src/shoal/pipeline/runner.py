@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from shoal.comm import Group, World
-from shoal.pipeline.actions import Schedule
+from shoal.pipeline.actions import GIVES_GRADIENTS, Schedule
 from shoal.pipeline.find_routes import find_routes
 from shoal.pipeline.interpreter import Interpreter, Work
 from shoal.pipeline.p2p import Message, Way, messages_to
@@ -28,6 +28,8 @@ class Runner:
     schedule: schedule(microbatches) is that of a step
     group: the ranks of the pipeline
     world: gives groups, lanes and the ledger
+
+    `own`: the stages of this rank. `names`: of the parameters of each.
     """
 
     def __init__(self, split: Split, schedule: Callable[[int], Schedule], group: Group, world: World) -> None:
@@ -40,7 +42,7 @@ class Runner:
         self.interpreter = Interpreter(split, group, world, one.rank_of, one.stages)
         self._forwards = lru_cache(maxsize=16)(one.forwards)
         self.own = one.stages_of(group.rank)
-        self._names = {stage: split.names(stage) for stage in self.own}
+        self.names = {stage: split.names(stage) for stage in self.own}
 
     @property
     def tied(self) -> dict[str, list[int]]:
@@ -63,10 +65,9 @@ class Runner:
         """Number of stages after this rank's last one."""
         return self._number - 1 - self.own[-1]
 
-    @property
-    def rounds(self) -> int:
-        """Number of backwards of each microbatch on this rank."""
-        return len(self.own)
+    def backwards(self, microbatches: int) -> list[int]:
+        """Lists the stages of this rank's backwards in a step, in order."""
+        return self._schedule(microbatches).backwards(self.group.rank)
 
     def learn(
         self,
@@ -100,15 +101,15 @@ class Runner:
     def train(self, kinds: Sequence[Any], work: Work) -> None:
         """Runs one step of microbatches of `kinds`."""
         order = self._begin(kinds, self._schedule).orders[self.group.rank]
-        weights = [place for place, action in enumerate(order) if action.kind in ("B", "W")]
+        weights = [place for place, action in enumerate(order) if action.kind in GIVES_GRADIENTS]
         final = {order[place].stage: place for place in weights}
         # a compiled block must keep its buffers for the second half of backward
         with functorch_config.patch(donated_buffer=False):
             for place, action in enumerate(order):
                 complete = set[str]()
                 if place == final[action.stage]:
-                    later = {name for stage, at in final.items() if at > place for name in self._names[stage]}
-                    complete = self._names[action.stage] - later
+                    later = {name for stage, at in final.items() if at > place for name in self.names[stage]}
+                    complete = self.names[action.stage] - later
                 self.interpreter.do(action, work, complete, place == weights[-1])
         self.interpreter.settle()
 

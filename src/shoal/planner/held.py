@@ -86,7 +86,7 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: flo
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
         roles = dict.fromkeys(roles, 0.0)
-    if choice.offload or is_cut(choice, "gradients"):  # those of earlier stages wait for later ones, which go first
+    if choice.offload or is_cut(choice, "gradients"):  # those of earlier stages may wait for later ones
         loans = LOANS + (whole.experts > 0)  # chunks of experts are filled beside others
         chunk = numbers.gradient * whole.tensor
         if not choice.offload and choice.zero == 2:  # of weights that are gathered chunks are as small as can be

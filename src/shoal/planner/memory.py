@@ -18,7 +18,7 @@ from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.optim.tiers.placement import IN_TURN, number_away
 from shoal.pipeline import delay, kept, schedule_of, steady
 from shoal.plan import Plan
-from shoal.planner.layout import Laid, Place
+from shoal.planner.layout import Laid, Place, passes
 from shoal.planner.recording import Recording
 from shoal.planner.replay import Replayed, replay
 from shoal.planner.state import State
@@ -87,7 +87,9 @@ def memory_need(
     """
     at_a_time = _streamed(chunks, precision, state, plan, place)
     allowed = budget(plan.memory, torch.device("cpu")) or Budget()
-    moved = replay(recording, chunks, microbatches, precision.grad.itemsize, place.on_gpu, allowed.activations)
+    alike = plan.sample_ranks == 1 or plan.ep > 1 or passes(plan, place)  # else the last batch of a pass may be uneven
+    order, grad = _backwards(recording, plan, microbatches), precision.grad.itemsize
+    moved = replay(recording, chunks, order, grad, place.on_gpu, allowed.activations, alike)
     home = "device" if plan.memory is None else "host"
     away = _away(chunks, precision, state, allowed) if allowed.disk is not None else []
     kept = _for_backward(recording, plan, microbatches)
@@ -113,6 +115,14 @@ def memory_need(
     beside = round((1 - allowed.activations) * others)
     least = None if plan.memory is None else moved.least + beside + at_a_time
     return MemoryNeed(tuple(row for row in rows if row.nbytes), least)
+
+
+def _backwards(recording: Recording, plan: Plan, microbatches: int) -> list[int]:
+    """The stage of each backward of a step, in order; 0 where there are none."""
+    if not recording.stages:
+        return [0] * microbatches
+    own, schedule = dict(recording.stages), steady(plan, microbatches)
+    return [stage for stage in schedule.backwards(schedule.rank_of(recording.stages[0][0])) if stage in own]
 
 
 def _for_backward(recording: Recording, plan: Plan, microbatches: int) -> int:

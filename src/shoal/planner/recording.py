@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from shoal.chunks.assign import Described
+from shoal.chunks.make import by_stage
 from shoal.parallel.tensor import CutLayers
 
 Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[str]] | tuple[Literal["came"], str]
@@ -111,14 +112,15 @@ class Staged:
     def of(self, own: Sequence[int]) -> Recording:
         """What a rank does that has the stages `own`."""
         mine = [self.stages[stage] for stage in own]
-        names = frozenset[str]().union(*(each.names for each in mine))
+        names = {stage: each.names for stage, each in zip(own, mine, strict=True)}
+        together = frozenset[str]().union(*names.values())
         sent: dict[str, int] = {}
         for each in mine:
             for purpose, nbytes in each.sent.items():
                 sent[purpose] = sent.get(purpose, 0) + nbytes
         return Recording(
             self.num_parameters,
-            tuple(each for each in self.parameters if each[0] in names),
+            tuple(by_stage([each for each in self.parameters if each[0] in together], names)),
             self.options,
             self.buffers + sum(each.buffers for each in mine),
             tuple(event for each in mine for event in each.events),

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from shoal.chunks.activations_on_host import BUFFERS as LEAVING
 from shoal.chunks.activations_on_host import WORTH
 from shoal.chunks.gradient_pool import BUFFERS
+from shoal.chunks.spec import adds_to
 from shoal.planner.layout import Laid
 from shoal.planner.recording import Event, Recording
 
@@ -33,17 +34,19 @@ class Replayed:
 
 
 class _Loans:
-    """Gradients on loan in a round: as `exchange/reducer.py` borrows them, of `sizes[place]` bytes, 0 of a chunk that
-    does not borrow."""
+    """Gradients on loan of `chunks`, as `exchange/reducer.py` borrows them."""
 
-    def __init__(self, sizes: Sequence[int], missing: Sequence[set[str]]) -> None:
-        self._sizes, self._missing = sizes, missing
+    def __init__(self, chunks: Sequence[Laid], itemsize: int) -> None:
+        self._chunks, self._sizes = chunks, [chunk.size * itemsize * chunk.borrows for chunk in chunks]
         self._waiting: deque[int] = deque()
         self.held = self.most = 0
-        self.begin()
 
-    def begin(self) -> None:
-        self._front, self._lent, self._left = 0, set[int](), [set(names) for names in self._missing]
+    def begin(self, stage: int | None) -> None:
+        """Begins the round of a backward of `stage`, of any where that is None."""
+        self._front, self._lent = 0, set[int]()
+        self._left = [
+            {slot.name for slot in chunk.slots} if adds_to(stage, chunk.key.stages) else set() for chunk in self._chunks
+        ]
 
     def come(self, place: int, name: str) -> None:
         self._borrow(place)
@@ -60,7 +63,6 @@ class _Loans:
                 left.clear()
                 most = max(most, self.held)
             self._advance()
-        self.begin()
         return most
 
     def _borrow(self, place: int) -> None:
@@ -74,7 +76,7 @@ class _Loans:
 
     def _advance(self) -> None:
         while self._front < len(self._left) and not self._left[self._front]:
-            if self._sizes[self._front]:
+            if self._front in self._lent:
                 self._waiting.append(self._sizes[self._front])
             self._front += 1
 
@@ -82,27 +84,28 @@ class _Loans:
 def replay(
     recording: Recording,
     chunks: Sequence[Laid],
-    microbatches: int,
+    order: Sequence[int],
     grad_itemsize: int,
     all_memory: bool,
     on_host: float = 0.0,
+    alike: bool = True,
 ) -> Replayed:
-    """`microbatches` of a step, for `chunks`. `all_memory`: all tensors take their part of the device (a GPU's
-    allocator), not only what backward keeps; `on_host`: the share of that which waits on the host."""
+    """The backwards of a step, of stages in that `order` (0 where there are none), for `chunks`. `all_memory`: all
+    tensors take their part of the device (a GPU's allocator), not only what backward keeps; `on_host`: the share of
+    that which waits on the host; `alike`: replicas run as many microbatches as each other."""
     place_of = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
     trainable = [chunk for chunk in chunks if chunk.key.trainable]
     turn_of = {slot.name: turn for turn, chunk in enumerate(trainable) for slot in chunk.slots}
-    loans = _Loans(
-        [chunk.size * grad_itemsize * chunk.borrows for chunk in trainable],
-        [{slot.name for slot in chunk.slots} for chunk in trainable],
-    )
+    loans = _Loans(trainable, grad_itemsize)
     counted = "live" if all_memory else "saved"
     used: set[int] = set()
     now: frozenset[int] | None = None
     weights = together = least = kept = 0
-    backwards = [(events, away(events, on_host)) for events in recording.backwards]
-    for events, gone in backwards * min(microbatches, 2):  # a third is as the second
-        for event, left in zip(events, gone, strict=True):
+    stages = [stage for stage, _ in recording.stages] or [0]
+    backwards = {stage: (each, away(each, on_host)) for stage, each in zip(stages, recording.backwards, strict=True)}
+    for stage in _shortened(order):
+        loans.begin(stage if alike else None)
+        for event, left in zip(*backwards[stage], strict=True):
             if event[0] == "use":
                 own = (place_of[name] for name in event[1] if name in place_of)  # others are of other stages
                 places = frozenset(place for place in own if chunks[place].passes)
@@ -119,6 +122,15 @@ def replay(
         least = max(least, weights + kept + loans.end())
     sizes = [chunks[place].nbytes for place in used]
     return Replayed(sum(sizes), together, max(sizes, default=0), loans.most, least)
+
+
+def _shortened(order: Sequence[int]) -> list[int]:
+    """An order in which backwards follow each other as they do in `order`, each pair once: on loan from before are at
+    most the last chunks of one."""
+    found = list(order[:1])
+    for before, after in dict.fromkeys(pairwise(order)):
+        found += [after] if found[-1] == before else [before, after]
+    return found
 
 
 def away(events: Sequence[Event], share: float) -> list[int]:

@@ -69,6 +69,8 @@ class Timed:
         away = Offload() if offloads else None
         choice = Choice(spread, rows, zero=zero, shard=shard, chunks=chunks, offload=away)
         own = self._own(spread, spread.stages * chunks, rank)
+        if self._meets(choice) or spread.copies == 1:  # a backward lends to chunks of its stage alone
+            own = replace(own, waiting=0.0)
         return standing(self.prices, choice, own, rank == spread.stages - 1, tied_elements(self.prices, spread))
 
     def _new_plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:

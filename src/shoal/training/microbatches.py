@@ -35,12 +35,14 @@ class Share(NamedTuple):
     """A rank's part of a global batch.
 
     `microbatches`: the samples of each. `after`: number of microbatches on the partners behind this rank. `most`: the
-    largest number of microbatches that a partner has. `samples`: of all partners together.
+    largest number of microbatches that a partner has. `alike`: whether all partners run so many. `samples`: of all
+    partners together.
     """
 
     microbatches: list[Sequence[int]]
     after: int
     most: int
+    alike: bool
     samples: int
 
 
@@ -78,7 +80,9 @@ class Dealing:
         mine = microbatches(ids[starts[rank] : starts[rank + 1]], self.size)
         if not mine and least:
             mine = [ids[:0]]
-        return Share(mine, sum(numbers[rank + 1 : last]), max(numbers[first:last]), starts[last] - starts[first])
+        theirs = numbers[first:last]
+        alike = self.lockstep or len(set(theirs)) == 1
+        return Share(mine, sum(numbers[rank + 1 : last]), max(theirs), alike, starts[last] - starts[first])
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,8 @@ from shoal.device import record_use
 from shoal.errors import UserError
 from shoal.exchange.aside import Aside
 from shoal.exchange.reducer import Reducer
+from shoal.exchange.rounds import Round
+from shoal.pipeline import Runner as Pipeline
 from shoal.training.forward import Forward
 from shoal.training.setup import Trained
 from shoal.training.totals import Totals
@@ -31,11 +33,11 @@ class Reduced:
 
 
 class Reduce:
-    """Exchanges the gradients of each step. `rounds`: backwards of each microbatch on this rank, one for each of its
-    stages."""
+    """Exchanges the gradients of each step. `pipeline`: runs the stages of this rank, where it has not the whole
+    model."""
 
-    def __init__(self, forward: Forward, trained: Trained, totals: Totals, rounds: int = 1) -> None:
-        self._forward, self._trained, self._totals, self._rounds = forward, trained, totals, rounds
+    def __init__(self, forward: Forward, trained: Trained, totals: Totals, pipeline: Pipeline | None = None) -> None:
+        self._forward, self._trained, self._totals, self._pipeline = forward, trained, totals, pipeline
         self._reducer = Reducer(trained.parameters, trained.algorithm, trained.hooks)
         self._frozen = {name: each for name, each in trained.parameters.items() if not each.requires_grad}
 
@@ -58,16 +60,29 @@ class Reduce:
         """Counts sparse gradients as whole up to the next step, since something was added to all their rows."""
         self._reducer.rows = dict.fromkeys(self._reducer.rows)
 
-    def begin(self, step: int, most: int) -> None:
-        """Begins a step in which a rank has at most `most` microbatches. Raises UserError for a parameter that was
-        frozen when the engine was made, and is not any more."""
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """The rounds of the last step in which chunks were exchanged."""
+        return self._reducer.rounds
+
+    def begin(self, step: int, most: int, alike: bool) -> None:
+        """Begins a step in which a partner has at most `most` microbatches; `alike`: each runs so many.
+
+        Raises UserError for a parameter that was frozen when the engine was made, and is not any more.
+        """
         if (name := next((name for name, each in self._frozen.items() if each.requires_grad), None)) is not None:
             raise UserError(
                 f"{name} has requires_grad now, and was frozen when the engine was made, which has neither memory for "
                 "its gradient nor an optimizer's state: make the engine with it trainable, and call "
                 "requires_grad_(False) on engine.module until it is to learn"
             )
-        self._reducer.begin(step, most * self._rounds, self._totals.unscale)
+        self._reducer.begin(step, self._backwards(most, alike), self._totals.unscale)
+
+    def _backwards(self, most: int, alike: bool) -> Sequence[int | None]:
+        """Gives the stages of the backwards of a step, None where partners may make them in another order."""
+        if self._pipeline is None:
+            return (None,) * most
+        return self._pipeline.backwards(most) if alike else (None,) * (most * len(self._pipeline.own))
 
     @contextmanager
     def backward(self, last: bool, complete: Collection[str] | None = None) -> Iterator[None]:
@@ -103,6 +118,6 @@ class ReduceAside(Reduce):
 
     def hand_over(self, step: int, unscale: Tensor | None) -> None:
         """Exchanges the gradients of `step` from here on, beside the computation. `unscale`: as of Reducer.begin."""
-        self._reducer.begin(step, 1, unscale)
+        self._reducer.begin(step, unscale=unscale)
         self._reducer.hand_over(self._aside.flats, self._aside.touched)
         self._aside.clear()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -14,6 +13,7 @@ from shoal.chunks import Chunk
 from shoal.data import Batch
 from shoal.errors import TrainingError
 from shoal.exchange import Holds
+from shoal.exchange.rounds import Round
 from shoal.pipeline import Runner as Pipeline
 from shoal.training.ballot import Ballot, agree
 from shoal.training.clip import Clip, ClipSettings
@@ -62,7 +62,7 @@ class StepRunner:
         self._effects, self._groups, self._trained = forward.effects, groups, trained
         device = forward.randomness.device
         self._totals = Totals(device, trained.scale, all(axis.sees_loss for axis in groups.axes))
-        self._reduce = Reduce(forward, trained, self._totals, math.prod(axis.rounds for axis in groups.axes))
+        self._reduce = Reduce(forward, trained, self._totals, pipeline)
         self._local = Local(forward, self._totals, self._reduce, trained.hooks)
         self.accumulate: Local | Staged = self._local
         if pipeline is not None:
@@ -87,7 +87,7 @@ class StepRunner:
         self.settle()
         alone = self._holds(batch.step) is Holds.INDEPENDENT
         self._samples = sum(len(ids) for ids in share.microbatches) if alone else share.samples
-        self.begin(batch.step, share.most, self.per_sample * self._samples)
+        self.begin(batch.step, share.most, self.per_sample * self._samples, share.alike)
         self.forward.set_training()
         runs = with_idle(share.microbatches, share.most if self.dealing.lockstep else 0, batch.ids[: self.dealing.size])
         with self.forward.gather.step(("train", share.most)), self.forward.rows():
@@ -99,15 +99,16 @@ class StepRunner:
         result.seconds = time.perf_counter() - started
         return result
 
-    def begin(self, step: int, most: int, expected: float) -> None:
-        """Opens `step`, in which a rank has at most `most` microbatches; `expected`: about the count of all of them.
+    def begin(self, step: int, most: int, expected: float, alike: bool = False) -> None:
+        """Opens `step`, in which a rank has at most `most` microbatches; `expected`: about the count of all of them;
+        `alike`: see Share.
 
         Raises what the step before left unread on the device.
         """
         self.settle()
         self.forward.ledger.step = self._step = step
         self._totals.begin(expected, self.keeps_back)
-        self._reduce.begin(step, most)  # ends what an error has left of the step before
+        self._reduce.begin(step, most, alike)  # ends what an error has left of the step before
         self._trained.algorithm.begin(step)
         self._effects.begin(step)
         if self._trained.buddy is not None:
@@ -191,6 +192,11 @@ class StepRunner:
     def keeps_back(self) -> bool:
         """Whether gradients of other steps are added to a step's (see Algorithm)."""
         return self._trained.algorithm.keeps_back
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """The rounds of the last step in which chunks were exchanged."""
+        return self._reduce.rounds
 
     @property
     def arrivals(self) -> list[str]:
