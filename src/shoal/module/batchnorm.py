@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -33,7 +34,8 @@ class RunningStatistics:
             if isinstance(each, _BatchNorm) and each.track_running_stats and each.running_mean is not None
         }
         self._names, self._layers = list(found), list(found.values())
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._before = (torch.empty(0, dtype=torch.float64),) * 2
+        self._tables = _Tables(torch.empty(0), torch.empty(0), None, ())
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -47,80 +49,109 @@ class RunningStatistics:
     @property
     def numel(self) -> int:
         """How many numbers `values` and `term` have."""
-        return sum(2 * layer.num_features + 1 for layer in self._layers)
+        return sum(self._sizes()) + len(self._layers)
 
     def values(self) -> Tensor:
-        """Returns the statistics (fp64, flat), those of each layer with its number of updates."""
-        found = [each for layer in self._layers for each in (_flat(layer), _updates(layer).view(1))]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+        """Returns the statistics of all layers, and behind them the number of updates of each (fp64, flat)."""
+        return torch.cat(self._now())
 
     def put(self, values: Tensor) -> None:
         """Sets the statistics to what `values` gave."""
-        sizes = [size for layer in self._layers for size in (2 * layer.num_features, 1)]
-        parts = iter(values.split(sizes))
-        for layer, flat, (updates,) in zip(self._layers, parts, parts, strict=True):
-            self._write(layer, flat.to(_flat(layer).device), updates)
+        self._write(*values.split([sum(self._sizes()), len(self._layers)]))
 
     def begin(self) -> None:
         """Stores the statistics at the start of the step."""
-        self._before = [(_flat(layer), _updates(layer)) for layer in self._layers]
+        self._before = self._now()
 
     def restore(self) -> None:
         """Restores the statistics of the start of the step, for a step that will not be applied."""
-        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
-            self._write(layer, x0, n0)
+        self._write(*self._before)
 
     def updates(self) -> Tensor:
         """Returns how often this rank has updated each layer since the start of the step (fp64 [layers])."""
-        return torch.stack([_updates(layer) - n0 for layer, (_, n0) in zip(self._layers, self._before, strict=True)])
+        return self._counts() - self._before[1]
 
     def term(self, after: Tensor | None = None) -> Tensor:
-        """Returns this rank's summand (fp64, flat).
+        """Returns this rank's summand (fp64, flat as `values`).
 
         after: updates of each layer by the ranks that follow (fp64 [layers]); None: there are none
         """
-        terms = []
-        for index, (layer, (x0, n0)) in enumerate(zip(self._layers, self._before, strict=True)):
-            updates, y = _updates(layer) - n0, _flat(layer)
-            if layer.momentum is None:
-                term = y * (n0 + updates) - x0 * n0
-            else:
-                decay = 1.0 - layer.momentum
-                kept = _power(decay, updates) * x0
-                term = (1.0 if after is None else _power(decay, after[index])) * (y - kept)
-            terms += [torch.where(updates > 0, term, 0.0), updates.view(1)]
-        return torch.cat(terms) if terms else torch.empty(0, dtype=torch.float64)
+        if not self._layers:
+            return torch.empty(0, dtype=torch.float64)
+        (x0, n0), (y, n) = self._before, self._now()
+        tables, updates = self._found(y.device), n - n0
+        term = y - tables.powers(updates) * x0
+        if after is not None:
+            term = tables.powers(after.to(y.device)) * term
+        if tables.sums is not None:
+            term = torch.where(tables.sums, y * n[tables.layers] - x0 * n0[tables.layers], term)
+        return torch.cat([torch.where(updates[tables.layers] > 0, term, 0.0), updates])
 
     def commit(self, total: Tensor) -> None:
         """Writes the merged statistics from the sum of all ranks' terms."""
-        parts = iter(total.split([size for x0, _ in self._before for size in (x0.numel(), 1)]))
-        for layer, (x0, n0), term, (updates,) in zip(self._layers, self._before, parts, parts, strict=True):
-            kept = n0 * x0 if layer.momentum is None else _power(1.0 - layer.momentum, updates) * x0
-            merged = kept + term if layer.momentum is not None else (kept + term) / (n0 + updates)
-            self._write(layer, torch.where(updates > 0, merged, _flat(layer)), n0 + updates)
+        if not self._layers:
+            return
+        (x0, n0), (y, _) = self._before, self._now()
+        term, updates = total.to(y.device).split([len(x0), len(n0)])
+        tables, n = self._found(y.device), n0 + updates
+        merged = tables.powers(updates) * x0 + term
+        if tables.sums is not None:
+            merged = torch.where(tables.sums, (n0[tables.layers] * x0 + term) / n[tables.layers], merged)
+        self._write(torch.where(updates[tables.layers] > 0, merged, y), n)
 
-    @staticmethod
-    def _write(layer: _BatchNorm, flat: Tensor, batches: Tensor) -> None:
-        mean, var = flat.chunk(2)
-        cast(Tensor, layer.running_mean).copy_(mean)
-        cast(Tensor, layer.running_var).copy_(var)
-        cast(Tensor, layer.num_batches_tracked).copy_(batches)
+    def _now(self) -> tuple[Tensor, Tensor]:
+        """The statistics (flat) and the updates so far (fp64, both)."""
+        found = self._statistics()
+        flat = torch.cat(found).double() if found else torch.empty(0, dtype=torch.float64)
+        return flat, self._counts()
+
+    def _statistics(self) -> list[Tensor]:
+        return [cast(Tensor, each) for layer in self._layers for each in (layer.running_mean, layer.running_var)]
+
+    def _sizes(self) -> list[int]:
+        return [each.numel() for each in self._statistics()]
+
+    def _counters(self) -> list[Tensor]:
+        return [cast(Tensor, layer.num_batches_tracked) for layer in self._layers]
+
+    def _counts(self) -> Tensor:
+        counters = self._counters()
+        return torch.stack(counters).double() if counters else torch.empty(0, dtype=torch.float64)
+
+    def _write(self, flat: Tensor, updates: Tensor) -> None:
+        if statistics := self._statistics():
+            device = statistics[0].device
+            torch._foreach_copy_(statistics, list(flat.to(device).split(self._sizes())))
+            torch._foreach_copy_(self._counters(), list(updates.to(device).unbind()))
+
+    def _found(self, device: torch.device) -> _Tables:
+        momenta = tuple(layer.momentum for layer in self._layers)
+        if self._tables.layers.device != device or self._tables.momenta != momenta:
+            layers = torch.repeat_interleave(torch.tensor(self._sizes()).view(-1, 2).sum(1))
+            sums = torch.tensor([momentum is None for momentum in momenta])[layers].to(device)
+            left = torch.tensor([1.0 - (momentum or 0.0) for momentum in momenta], dtype=torch.float64)
+            self._tables = _Tables(layers.to(device), left.to(device), sums if None in momenta else None, momenta)
+        return self._tables
 
 
-def _flat(layer: _BatchNorm) -> Tensor:
-    return torch.cat([cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)]).double()
+@dataclass(frozen=True)
+class _Tables:
+    """What is known of statistics that lie one behind the other: of which of the `layers` each is; what an update
+    leaves of those of a layer (`left`); and which are averages over all batches (`sums`), None for none."""
 
+    layers: Tensor
+    left: Tensor
+    sums: Tensor | None
+    momenta: tuple[float | None, ...]
 
-def _updates(layer: _BatchNorm) -> Tensor:
-    """How many there were so far (0-dim fp64)."""
-    return cast(Tensor, layer.num_batches_tracked).double()
-
-
-def _power(base: float, exponent: Tensor) -> Tensor:
-    """`base` to the 0-dim `exponent`; on a CPU rounded as Python's powers, which are not torch's to the last bit."""
-    if is_accelerator(exponent.device):
-        return torch.pow(base, exponent)
-    return torch.full((), base ** float(exponent), dtype=exponent.dtype)
+    def powers(self, updates: Tensor) -> Tensor:
+        """What so many updates of each layer leave of its statistics. On a CPU rounded as Python's powers, which are
+        not torch's to the last bit."""
+        if is_accelerator(updates.device):
+            return torch.pow(self.left, updates)[self.layers]
+        bases = (1.0 - (momentum or 0.0) for momentum in self.momenta)
+        powers = [base ** float(number) for base, number in zip(bases, updates, strict=True)]
+        return torch.tensor(powers, dtype=torch.float64)[self.layers]
 
 
 def has_batch_statistics(root: nn.Module) -> bool:
