@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
-from shoal.planner.cluster import Device
+from shoal.planner.cluster import Device, Link
 from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, between, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.profile import Message, PartProfile
@@ -86,12 +86,18 @@ POLICIES = ("none", "selective", "full")
 
 
 class Prices:
-    """What the pieces of a task's model take and hold, with blocks as they are written, or `compiled`."""
+    """What the pieces of a task's model take and hold, with blocks as they are written, or `compiled`. `known`: prices
+    of a task that differs in memory and in links alone, from which the rest is taken."""
 
-    def __init__(self, task: Task, compiled: bool = False) -> None:
+    def __init__(self, task: Task, compiled: bool = False, known: Prices | None = None) -> None:
         self.task, self._cluster, self.compiled = task, task.cluster, compiled
-        self._spent, self._sizes = cache(self._spend), cache(self._measure)
-        self.speeds = cache(self._speeds)
+        self._known, self._spent = known, cache(self._spend)
+        self.alike, self.blocks = cache(self._alike), cache(self._blocks_of)
+        self.is_known = cache(self._has_same_links)
+        if known is None:
+            self._computed, self._sizes, self.speeds = cache(self._compute), cache(self._measure), cache(self._speeds)
+        else:
+            self._computed, self._sizes, self.speeds = known._computed, known._sizes, known.speeds
 
     @cached_property
     def pieces(self) -> list[list[PartProfile]]:
@@ -110,14 +116,14 @@ class Prices:
         blocks = (part for part in self.task.profile.parts if part.is_block)
         return math.sqrt(max([1.0, *(part.weights.value / max(1, part.multiplied) for part in blocks)]))
 
-    def alike(self, places: range) -> tuple[tuple[int, int], ...]:
+    def _alike(self, places: range) -> tuple[tuple[int, int], ...]:
         """The distinct pieces among `places`, in order, and how many are like each."""
         counts: dict[int, int] = {}
         for place in places:
             counts[self.like[place]] = counts.get(self.like[place], 0) + 1
         return tuple(counts.items())
 
-    def blocks(self, places: range) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def _blocks_of(self, places: range) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The distinct blocks among the pieces at `places`, each with the first piece that has it, and the numbers,
         among all blocks of the model, of those that are like it."""
         found: dict[tuple[str, ...], tuple[int, list[int]]] = {}
@@ -141,6 +147,8 @@ class Prices:
 
     def spent(self, place: int, spread: Spread, rows: int) -> Spent:
         """Seconds of a microbatch of `rows` rows of a piece."""
+        if self._known is not None and self.is_known(spread):
+            return self._known.spent(place, spread, rows)
         return self._spent(self.like[place], spread, rows)
 
     def sizes(self, place: int, spread: Spread) -> Sizes:
@@ -166,7 +174,8 @@ class Prices:
             min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
         ]
 
-    def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
+    def _compute(self, place: int, spread: Spread, rows: int) -> tuple[float, float, float, float]:
+        """Seconds of computing of a piece, forward and backward, and again of its blocks, some and all of it."""
         own, device = self.pieces[place], self.slowest
         blocks = [part for part in own if part.is_block]
         forward, unadded, backward = (
@@ -179,6 +188,12 @@ class Prices:
         full = math.fsum(self._seconds(part, spread, rows, Times(1 - part.spared, 1, 1)) for part in blocks)
         asking = device.launch * device.on_host * sum(part.calls.on(spread) for part in blocks)
         some, full = there * some + SELECTING * asking, there * full + RECALLING * asking
+        return forward, backward, some, full
+
+    def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
+        forward, backward, some, full = self._computed(place, spread, rows)
+        own = self.pieces[place]
+        blocks = [part for part in own if part.is_block]
         sent = self._carried(own, spread, rows)
         return Spent(
             forward,
@@ -217,6 +232,22 @@ class Prices:
             return 0.0
         link = self._cluster.link(spread.stride(kind(message)), ranks, message.operation)
         return link.seconds(message.operation, payload, ranks, calls)
+
+    def _has_same_links(self, spread: Spread) -> bool:
+        """Whether stages of these degrees send over the same links as in the task that is known."""
+        return self._known is not None and self._links(spread) == self._known._links(spread)
+
+    def _links(self, spread: Spread) -> list[Link]:
+        """The links over which stages of these degrees send, in themselves and to each other."""
+        ways = [(what, getattr(spread, what), operation) for what, operation in self._sent]
+        ways.append(("stages", spread.stages, "send"))
+        return [self._cluster.link(spread.stride(what), ranks, how) for what, ranks, how in ways if ranks > 1]
+
+    @cached_property
+    def _sent(self) -> list[tuple[str, str]]:
+        """The kinds of collectives of the model: what their ranks divide, and the operation."""
+        messages = (each for part in self.task.profile.parts for each in part.messages)
+        return list(dict.fromkeys((kind(each), each.operation) for each in messages))
 
     def wire(self, place: int, spread: Spread, rows: int) -> dict[str, float]:
         """Bytes of tensors that a microbatch of a piece hands to collectives, forward and backward."""

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
 from shoal.plan import Option, option_parameters
+from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, moved, updated
 from shoal.planner.held import Held, held, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Lane, by_policy, within
+from shoal.planner.once import once_in_as_much_memory
 from shoal.planner.pipes import Pace, simulated, slowest
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
@@ -34,28 +36,19 @@ class Begun:
     slow: int
     fullest: Held
 
-    @property
-    def bytes(self) -> float:
-        """Bytes that the fullest rank takes of its device."""
-        return math.fsum(self.fullest.device.values())
-
-    @property
-    def on_host(self) -> float:
-        """Bytes of the fullest rank at home on its host."""
-        return self.fullest.host
-
 
 APART = ("stages", "data", "other")
 """Terms that do not depend on what is computed again."""
 
 
 class Estimates(Timed):
-    """The prices of a task's choices."""
+    """The prices of a task's choices. `known`: as of Timed; where ranks may use as much, what choices hold is taken
+    from there too."""
 
     def estimate(self, choice: Choice) -> Estimate:
         """What `choice` takes and holds where each stage computes again what it must, in the least time; as pinned,
         where that is. What travels is left out (see `simulated`)."""
-        return self.priced(choice, self.counts(choice))
+        return self.finished(self.looked(choice))
 
     def most(self, choice: Choice) -> float:
         """Bytes that a rank may use of its device: with a budget of `plan.memory` those."""
@@ -90,8 +83,12 @@ class Estimates(Timed):
     def floor(self, choice: Choice) -> tuple[float, bool]:
         """Seconds that no estimate of `choice` is below, whatever of its blocks is computed again, and whether
         something has to be. 0 where replicas differ in speed, or a pin says what is computed again."""
+        return self._floor(choice.spread, choice)
+
+    @once_in_as_much_memory
+    def _floor(self, spread: Spread, choice: Choice) -> tuple[float, bool]:
         lane = self.lane(choice)
-        if len(lane.policies) == 1 or "recompute" in self.task.pins or len(self.replicas(choice.spread).speeds) > 1:
+        if len(lane.policies) == 1 or "recompute" in self.task.pins or len(self.replicas(spread).speeds) > 1:
             return 0.0, True
         terms, deal, stages, _ = self._in_lane(choice, lane, lane.none(), self._meets(choice))
         needs = list(self._needs(choice, lane, deal.most))
@@ -106,7 +103,7 @@ class Estimates(Timed):
     def _cheapest(self, choice: Choice, lane: Lane, rank: int, flying: tuple[int, ...], need: float) -> Counts:
         """The counts of a rank's blocks that free `need` bytes in the least time; where none do, those that free
         most."""
-        whole = self._own(choice.spread, len(lane.works), rank).largest * choice.microbatch
+        whole = self._own(choice.spread, lane.stages, rank).largest * choice.microbatch
         best = None
         fronts = [(lane.front(rank, flying, True), need)] if "none" in lane.policies else []
         for front, wanted in (*fronts, (lane.front(rank, flying, False), need + whole)):
@@ -141,6 +138,23 @@ class Estimates(Timed):
         """What `choice` takes and holds where the stages treat their blocks so."""
         return self.finished(self.begun(choice, counts))
 
+    def holds(self, choice: Choice) -> Held:
+        """What the rank holds whose device is fullest. Where replicas are alike it is known without any seconds."""
+        lane, counts, replicas = self.lane(choice), self.counts(choice), self.replicas(choice.spread)
+        if len(replicas.speeds) > 1 or self.task.pins.get("shares"):
+            most = self.deal(choice, lane, counts).most
+        else:
+            most = math.ceil(math.ceil(self.task.rows / choice.microbatch) / len(replicas.kinds))
+        return self._fullest(choice, lane, counts, most)
+
+    def looked(self, choice: Choice) -> Begun:
+        """What says of `choice` whether it fits where each stage computes again what it must, in the least time."""
+        return self._begun(choice.spread, choice)
+
+    @once_in_as_much_memory
+    def _begun(self, spread: Spread, choice: Choice) -> Begun:
+        return self.begun(choice, self.counts(choice))
+
     def begun(self, choice: Choice, counts: list[Counts]) -> Begun:
         """Finds of `choice` what says whether it fits, and which seconds it is not below."""
         lane = self.lane(choice)
@@ -153,7 +167,7 @@ class Estimates(Timed):
         choice, counts, lane, deal, fullest = begun.choice, begun.counts, begun.lane, begun.deal, begun.fullest
         stages, slow = begun.stages, begun.slow
         spread, ranks, terms = choice.spread, choice.spread.stages, dict(begun.terms)
-        own, tied = self._own(spread, len(lane.works), slow), tied_elements(self.prices, spread)
+        own, tied = self._own(spread, lane.stages, slow), tied_elements(self.prices, spread)
         number = deal.number
         window = sum(each.backward for each in stages[slow::ranks]), number * slowest(stages, ranks)[1]
         has = self._held(choice, lane, slow, counts, deal.most)
@@ -178,7 +192,7 @@ class Estimates(Timed):
         plain, again = self._plain(*timing(choice), most), self._recomputes(counts)
         alike = (each if again else [max(each, key=plain.__getitem__)] for each in lane.cuts.alike)
         found = [self._held(choice, lane, rank, counts, most) for ranks in alike for rank in ranks]
-        return max(found, key=lambda each: (math.fsum(each.device.values()), each.host))
+        return max(found, key=lambda each: (each.bytes, each.host))
 
     def _held(self, choice: Choice, lane: Lane, rank: int, counts: list[Counts], most: int) -> Held:
         """What a rank holds which has up to `most` microbatches."""
@@ -188,7 +202,7 @@ class Estimates(Timed):
             kept, whole = self._plain(*timing(choice), most)[rank], 0.0
         stays = choice.on_device
         device = {**self._stands(choice, rank), "activations": stays * kept + whole}
-        own = self._own(choice.spread, len(lane.works), rank)
+        own = self._own(choice.spread, lane.stages, rank)
         return held(self.prices, choice, own, tied_elements(self.prices, choice.spread), device, (1 - stays) * kept)
 
     def _option(self, lane: Lane, counts: list[Counts]) -> Option:

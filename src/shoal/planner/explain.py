@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import UserError
-from shoal.planner.cluster import Host, Link
+from shoal.planner.bought import bought
+from shoal.planner.cluster import Host
+from shoal.planner.degrees import Spread
 from shoal.planner.profile import Cut, Profile, deepened
 from shoal.planner.search import Search, search
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
 
-GB = 10**9
 MOST = 1 << 12
 """Times as much, at most, that is asked for."""
 SIZES = 16
@@ -47,10 +48,10 @@ def explain(
     task: Task, chosen: Estimate, others: Sequence[Estimate], margins: bool = True, refused: Sequence[Estimate] = ()
 ) -> Explanation:
     """Explains `chosen` of `task`; `others`: the next best. `margins`: also what more of something would buy, for which
-    it is searched again, four times. `refused`: what would be faster, but for what a dry run has counted."""
+    it is searched again. `refused`: what would be faster, but for what a dry run has counted."""
     return Explanation(
         binding(task, chosen),
-        bought(task, chosen, refused) if margins else {},
+        bought(task, chosen, others, refused) if margins else {},
         fragile(chosen, others),
         *largest(task),
         *longest(task),
@@ -94,50 +95,37 @@ def fragile(chosen: Estimate, others: Sequence[Estimate]) -> dict[str, int]:
     return found
 
 
-def bought(task: Task, chosen: Estimate, refused: Sequence[Estimate] = ()) -> dict[str, float]:
-    """Seconds of a step that more would save: 1 GB of each device, 1 GB/s in hosts, between them, to the host. What was
-    `refused` is not what it would buy."""
-
-    def more(link: Link) -> Link:
-        return link.times(1 + GB / link.bandwidth)
-
-    cluster = task.cluster
-    inside = replace(cluster, hosts=tuple(replace(host, inside=more(host.inside)) for host in cluster.hosts))
-    to_host = replace(cluster, hosts=tuple(replace(host, to_host=host.to_host + GB) for host in cluster.hosts))
-    others = {
-        "GB of memory": replace(task, limit=(task.most + GB) / task.share),
-        "GB/s inside hosts": replace(task, cluster=inside),
-        "GB/s between hosts": replace(task, cluster=replace(cluster, between=more(cluster.between))),
-        "GB/s to the host": replace(task, cluster=to_host),
-    }
-    found, out = {}, {_asked(each.choice) for each in refused}
-    for what, other in others.items():
-        if what == "GB/s between hosts" and len(cluster.hosts) == 1:
-            continue
-        best = next((each for each in Search(other).run().best if _asked(each.choice) not in out), None)
-        found[what] = max(0.0, chosen.seconds - best.seconds) if best else 0.0
-    return found
-
-
-def _asked(choice: Choice) -> Choice:
-    """The choice without what prices find of it, which differs with the memory that there is."""
-    offload = choice.offload and replace(choice.offload, device=0.0)
-    return replace(choice, offload=offload, recompute="none", stages=(), shares=())
-
-
 def fits(task: Task) -> bool:
-    """Whether any choice fits: those that need least are asked first. Rows of a forward are as few as can be; what is
-    compiled, and how replicas agree, changes no memory that is counted."""
-    rows = task.microbatch or 1
-    asked = replace(task, microbatch=rows, compiled=False, exchanges=(EXACT,))
+    """Whether any choice fits."""
+    return roomy(task) is not None
+
+
+def roomy(task: Task, first: Spread | None = None) -> Spread | None:
+    """Degrees under which a choice fits, None where there are none: those that need least are asked first, or `first`,
+    where these are legal. Rows of a forward are as few as can be; what is compiled, and how replicas agree, changes no
+    memory that is counted."""
+    asked = replace(task, microbatch=task.microbatch or 1, compiled=False, exchanges=(EXACT,))
     schedules = task.schedules if "stages" in task.pins else (("1f1b", 1),)  # whose stages may be several of a rank
     search = Search(replace(asked, recompute=("full",), schedules=schedules))
-    for spread in reversed(search.spreads()):
-        for choice in search.choices(spread):
-            if choice.microbatch > rows or choice.zero < min(3, 3 * (spread.replicas > 1)):
-                continue
-            if search.fits(search.begun(choice, search.counts(choice))):
+    spreads = search.spreads()[::-1]
+    spreads.sort(key=lambda each: each != first)
+    return next((each for each in spreads if any(_has_room(search, one) for one in search.firsts(each))), None)
+
+
+def _has_room(search: Search, one: Choice) -> bool:
+    """Whether a choice fits of those that differ from `one` in their tiers alone. What waits on the host takes as much
+    room on the device as less can: where that is too much of the device, no other one of the tier is asked."""
+    tiers = list(search.tiers(one.spread))
+    zero = max(zero for zero, *_ in tiers)
+    tiers = [tier for tier in tiers if tier[0] == zero]
+    for shard in dict.fromkeys(shard for _, shard, *_ in tiers):
+        offloads = [away for _, own, away, _ in tiers if own == shard]
+        for away in sorted(offloads, key=lambda away: away.activations if away else math.inf, reverse=True):
+            choice = replace(one, zero=zero, shard=shard, offload=away)
+            if search.fits(choice, has := search.holds(choice)):
                 return True
+            if away and has.bytes > (1 + 1e-9) * search.most(choice):
+                break  # as are those of which more waits on the device
     return False
 
 
@@ -152,7 +140,7 @@ def largest(task: Task) -> tuple[int | None, bool, int]:
         return deepened(profile, blocks, least // 2)
 
     pins = {key: value for key, value in task.pins.items() if key != "stages"}  # which are those of so many blocks
-    blocks, more = _most(lambda blocks: fits(replace(task, profile=of(blocks), pins=pins)), least)
+    blocks, more = _most(lambda blocks: replace(task, profile=of(blocks), pins=pins), least)
     return (blocks, more, of(blocks).parameters) if blocks else (None, False, 0)
 
 
@@ -170,7 +158,7 @@ def longest(task: Task) -> tuple[float, bool]:
         own = task.profile
         return replace(own, parts=parts, temporaries=cut(own.temporaries), beside=cut(own.beside))
 
-    quarters, more = _most(lambda quarters: fits(replace(task, profile=longer(quarters / 4))), 4)
+    quarters, more = _most(lambda quarters: replace(task, profile=longer(quarters / 4)), 4)
     return quarters / 4, more
 
 
@@ -198,9 +186,17 @@ def numbers_of_hosts(most: int) -> list[int]:
     return [each for each in range(1, most + 1) if each % step == 0 or most % each == 0]
 
 
-def _most(possible: Callable[[int], bool], start: int) -> tuple[int, bool]:
-    """The largest number for which it is possible, near enough: by doubling, then by halves to 2%, 0 for none; and
-    whether it may be possible for larger ones, as MOST times `start` is the end."""
+def _most(asked: Callable[[int], Task], start: int) -> tuple[int, bool]:
+    """The largest number for which what is asked fits, near enough: by doubling, then by halves to 2%, 0 for none; and
+    whether larger ones may fit, as MOST times `start` is the end."""
+    last: Spread | None = None
+
+    def possible(number: int) -> bool:
+        nonlocal last
+        found = roomy(asked(number), last)
+        last = found or last
+        return found is not None
+
     if not possible(start):
         low, high = 0, start
     else:

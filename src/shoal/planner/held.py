@@ -31,6 +31,11 @@ class Held:
     stays: float = 1.0
     paged: float = 0.0
 
+    @property
+    def bytes(self) -> float:
+        """Bytes of the device."""
+        return math.fsum(self.device.values())
+
     def times(self, number: int) -> float:
         """How often all of the weights come in a step of `number` microbatches: once since they were updated, and again
         in each later pass, forward or backward, as far as they did not stay."""

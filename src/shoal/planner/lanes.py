@@ -4,9 +4,9 @@ blocks free and cost that are computed again."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -78,11 +78,22 @@ class Lane:
 
     def __init__(self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, policies: tuple[str, ...]) -> None:
         self.cuts, self._prices, self._spread, self._rows, self.policies = cuts, prices, spread, rows, policies
-        self.ranks = spread.stages
+        self.ranks, self.stages = spread.stages, len(cuts.pieces)
         self.speeds = prices.speeds(spread.stages)
-        work = cache(self._work)
-        self.works = [work(stage) for stage in cuts.pieces]
-        self.front, self.dearness = cache(self._front), cache(self._dearness)
+
+    @cached_property
+    def works(self) -> list[Work]:
+        """What each stage takes: who asks for memory alone never needs it."""
+        distinct = {stage: self._work(stage) for stage in dict.fromkeys(self.cuts.pieces)}
+        return [distinct[stage] for stage in self.cuts.pieces]
+
+    @cached_property
+    def front(self) -> Callable[[int, tuple[int, ...], bool], Front]:
+        return cache(self._front)
+
+    @cached_property
+    def dearness(self) -> Callable[[int, tuple[int, ...]], float]:
+        return cache(self._dearness)
 
     def _work(self, pieces: tuple[tuple[int, int], ...]) -> Work:
         forward = backward = sent_forward = sent_backward = 0.0
@@ -111,7 +122,7 @@ class Lane:
 
     def _kinds(self, rank: int, flying: tuple[int, ...], spared: bool) -> tuple[Kind, ...]:
         kinds = []
-        for stage, number in zip(range(rank, len(self.works), self.ranks), flying, strict=True):
+        for stage, number in zip(range(rank, self.stages, self.ranks), flying, strict=True):
             last = max((numbers[-1] for _, numbers in self.cuts.blocks[stage]), default=-1)
             for place, numbers in self.cuts.blocks[stage]:
                 spent, size = (
@@ -127,7 +138,7 @@ class Lane:
     def split(self, rank: int, counts: Counts) -> list[Counts]:
         """The counts of a rank's blocks, stage by stage, with all blocks that were spared among the first way."""
         found, at = [], 0
-        for stage in range(rank, len(self.works), self.ranks):
+        for stage in range(rank, self.stages, self.ranks):
             own = []
             for _, numbers in self.cuts.blocks[stage]:
                 first, *rest = counts[at]
@@ -159,7 +170,7 @@ class Lane:
     def kept(self, rank: int, flying: Sequence[int], counts: Sequence[Counts]) -> tuple[float, bool]:
         """Bytes of a row that wait for a backward on a rank, and whether it computes a block again as a whole.
         `flying`: microbatches of each of its stages that are under way."""
-        places = range(rank, len(self.works), self.ranks)
+        places = range(rank, self.stages, self.ranks)
         saved = (self.cuts.sizes[place].saved["none"] - self.freed(place, counts[place]) for place in places)
         kept = math.fsum(number * nbytes for nbytes, number in zip(saved, flying, strict=True))
         return kept, any(self.holds_a_block(place, counts[place]) for place in places)
@@ -175,6 +186,10 @@ class Lane:
 
     def none(self) -> list[Counts]:
         """Counts of all stages where every block is treated in the first way."""
+        return [*self._none]
+
+    @cached_property
+    def _none(self) -> list[Counts]:
         return self.all_by(self.policies[0])
 
     def all_by(self, policy: str) -> list[Counts]:

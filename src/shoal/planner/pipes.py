@@ -128,6 +128,13 @@ def simulated(
 ) -> float:
     """Seconds of a step by event simulation of the schedule's own lists of actions. `stages`: seconds of each, while
     all ranks compute; `crowd`: how many of these share a core."""
+    return _simulated(name, ranks, microbatches, chunks, tuple(stages), message, crowd)
+
+
+@lru_cache(maxsize=4096)
+def _simulated(
+    name: str, ranks: int, microbatches: int, chunks: int, stages: tuple[Pace, ...], message: float, crowd: float
+) -> float:
     most = max(2, LARGE // (2 * ranks * chunks))
     few, more = max(ranks, most // 2), max(2 * ranks, most)
     costs = costs_of(stages, message)

@@ -6,48 +6,65 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 from shoal.planner.costs import Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.held import standing, tied_elements
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import Cuts, Lane, cut_for, fill_of, policies_of, seconds_of
+from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, policies_of, seconds_of
+from shoal.planner.once import once
 from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
 from shoal.planner.replicas import Dealt, Replicas, dealt, replicas_of
 from shoal.planner.task import Choice, Offload, Task
 
 
 class Timed:
-    """The stages of a task's choices."""
+    """The stages of a task's choices. `known`: those of a task that differs from this one in what ranks may use, in the
+    bandwidth of links and to the host alone: what stages take and keep that send over the same links is taken from
+    there."""
 
-    def __init__(self, task: Task) -> None:
-        self.task, self.prices, self.policies = task, Prices(task), policies_of(task)
-        self.by_compile = self.prices, Prices(task, compiled=True)  # blocks as they are written, and compiled
-        self._lane, self._cuts = cache(self._new_lane), cache(self._new_cuts)
-        self.replicas = cache(self._new_replicas)
-        self._own, self._plain = cache(self._new_own), cache(self._new_plain)
-        self._standing, self._timed = cache(self._new_standing), cache(self._new_timed)
+    def __init__(self, task: Task, known: Timed | None = None) -> None:
+        self.task, self.known, self.policies = task, known, policies_of(task)
+        self._policies = self.policies, policies_of(task, compiled=True)
+        of: Sequence[Prices | None] = (None, None) if known is None else known.by_compile
+        self.prices: Prices = Prices(task, known=of[0])
+        self.by_compile: tuple[Prices, Prices] = self.prices, Prices(task, True, of[1])  # as written, and compiled
+        self.is_known = self.prices.is_known
 
-    def _new_cuts(self, spread: Spread, stages: int) -> Cuts:
+    @once
+    def _cuts(self, spread: Spread, stages: int) -> Cuts:
         return cut_for(self.prices, spread, stages)
 
-    def _new_lane(self, spread: Spread, rows: int, chunks: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
+    @once
+    def _lane(self, spread: Spread, rows: int, chunks: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
         return Lane(self.by_compile[compiled], self._cuts(spread, spread.stages * chunks), spread, rows, policies)
 
-    def _new_replicas(self, spread: Spread) -> Replicas:
+    @once
+    def replicas(self, spread: Spread) -> Replicas:
         return replicas_of(self.prices, spread)
 
     def lane(self, choice: Choice) -> Lane:
         """The stages of a choice."""
-        policies = policies_of(self.task, choice.compile and choice.recompute == "none")
+        policies = self._policies[choice.compile and choice.recompute == "none"]
         return self._lane(choice.spread, choice.microbatch, choice.chunks, choice.compile, policies)
 
-    def _new_own(self, spread: Spread, stages: int, rank: int) -> Sizes:
+    @once
+    def _own(self, spread: Spread, stages: int, rank: int) -> Sizes:
         own = self._cuts(spread, stages).sizes[rank :: spread.stages]
         if len(own) == 1:
             return own[0]
         return replace(together([(each, 1) for each in own]), waiting=max(each.trained for each in own[:-1]))
+
+    @once
+    def products(self, spread: Spread, rows: int, compiled: bool) -> float:
+        """Seconds of what a step computes and sends in microbatches of so many rows, on all devices without waiting:
+        no choice with as many is below."""
+        prices, step = self.by_compile[compiled], self.task.cluster.step
+        alike = prices.alike(range(len(prices.pieces)))
+        one = (1 - 1e-9) * math.fsum(number * alone(prices, place, spread, rows) for place, number in alike) / rows
+        if capacity := self.replicas(spread).capacity:
+            return self.task.rows * one / capacity + step
+        return math.ceil(self.task.rows / spread.copies) * one / math.fsum(prices.speeds(spread.stages)) + step
 
     def least(self, choice: Choice) -> float:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""
@@ -63,7 +80,8 @@ class Timed:
         apart = choice.zero, choice.shard, choice.offload is not None
         return self._standing(choice.spread, choice.microbatch, choice.chunks, *apart, rank)
 
-    def _new_standing(
+    @once
+    def _standing(
         self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, offloads: bool, rank: int
     ) -> dict[str, float]:
         away = Offload() if offloads else None
@@ -73,7 +91,8 @@ class Timed:
             own = replace(own, waiting=0.0)
         return standing(self.prices, choice, own, rank == spread.stages - 1, tied_elements(self.prices, spread))
 
-    def _new_plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:
+    @once
+    def _plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:
         """Bytes of the activations of each rank of a pipeline where nothing is computed again."""
         choice = Choice(spread, rows, schedule=schedule, chunks=chunks)
         sizes, ranks = self._cuts(spread, spread.stages * chunks).sizes, spread.stages
@@ -89,7 +108,7 @@ class Timed:
         """Bytes of the activations of a rank: those that wait for a backward, and those of the block that is computed
         again."""
         kept, again = lane.kept(rank, flying, counts)
-        whole = self._own(choice.spread, len(lane.works), rank).largest if again else 0.0
+        whole = self._own(choice.spread, lane.stages, rank).largest if again else 0.0
         return choice.microbatch * kept, choice.microbatch * whole
 
     def _meets(self, choice: Choice) -> bool:
@@ -125,15 +144,16 @@ class Timed:
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for. Found once for all that differ in where their state lies."""
-        return self._timed(lane, *timing(choice), tuple(counts), together)
+        return self._timed(*timing(choice), lane, tuple(counts), together)
 
-    def _new_timed(
+    @once
+    def _timed(
         self,
-        lane: Lane,
         spread: Spread,
         rows: int,
         schedule: str,
         chunks: int,
+        lane: Lane,
         counts: tuple[Counts, ...],
         together: bool,
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:

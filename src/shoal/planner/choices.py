@@ -1,0 +1,159 @@
+"""The choices of a task: degrees, microbatches, schedules, ZeRO stages, tiers and exchanges that the model, the cluster
+and what is pinned allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import product
+
+from shoal.assembly.compatibility import check_exchange
+from shoal.errors import UserError
+from shoal.pipeline.units import check_numbers
+from shoal.plan import option_name, option_parameters
+from shoal.planner.degrees import Spread, degrees
+from shoal.planner.estimates import Estimates
+from shoal.planner.task import EXACT, Choice, Offload
+
+WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the activations that wait on the host, that are tried."""
+LONGEST = 64
+"""Microbatches of more rows are not tried: products are at their best rate long before."""
+
+Tier = tuple[int, int | None, Offload | None, str]
+"""What a choice has beside its degrees, microbatch and schedule: ZeRO stage, shard, what lies elsewhere, exchange."""
+
+
+class Choices(Estimates):
+    """The choices of a task."""
+
+    def spreads(self) -> list[Spread]:
+        """All degrees that the model, the pins and the number of devices allow."""
+        task, pieces = self.task, len(self.prices.pieces)
+        most = {**task.legal, "stages": min(pieces, task.legal.get("stages", pieces))}
+        found = [each for each in degrees(task.cluster.size, most, task.pins) if each.copies <= task.rows]
+        if isinstance(given := task.pins.get("stages"), list) and all(isinstance(each, int) for each in given):
+            check_numbers(given, pieces)
+        shares, shard = task.pins.get("shares"), task.pins.get("shard")
+        found = [each for each in found if not shares or each.copies == len(shares)]
+        return [each for each in found if self._schedules(each) and (shard is None or _can_share(each, shard))]
+
+    def choices(self, spread: Spread) -> Iterator[Choice]:
+        """The choices of these degrees."""
+        for first in self.firsts(spread):
+            for zero, shard, away, how in self.tiers(spread):
+                yield replace(first, zero=zero, shard=shard, offload=away, exchange=how)
+
+    def firsts(self, spread: Spread) -> Iterator[Choice]:
+        """The choices of these degrees with all on the device, and exact."""
+        kinds = product(self._microbatches(spread), self._schedules(spread), self.compiles)
+        for rows, (schedule, chunks), compiled in kinds:
+            yield Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
+
+    def _exchanges(self, spread: Spread, zero: int, away: Offload | None) -> Iterator[str]:
+        """The exchanges that go with the rest of a choice, of those that may be."""
+        if "exchange" in self.task.pins or spread.replicas == 1:
+            yield EXACT
+            return
+        for name in self.task.exchanges:
+            if name == EXACT or _goes_with(name, spread, zero, away is not None):
+                yield name
+
+    def _per(self, spread: Spread) -> int:
+        """Rows of a replica in a step."""
+        return math.ceil(self.task.rows / spread.copies)
+
+    def _microbatches(self, spread: Spread) -> list[int]:
+        per = self._per(spread)
+        if self.task.microbatch is not None:
+            return [min(self.task.microbatch, per)]
+        return sorted({1 << power for power in range(LONGEST.bit_length()) if 1 << power <= per} | {min(per, LONGEST)})
+
+    def _schedules(self, spread: Spread) -> list[tuple[str, int]]:
+        if spread.stages == 1:
+            return [("1f1b", 1)]
+        pieces = len(self.prices.pieces)
+        schedules = list(self.task.schedules)
+        if "schedule" in self.task.pins:
+            name = option_name(self.task.pins["schedule"], "schedule")
+            chunks = option_parameters(self.task.pins["schedule"]).get(
+                "chunks", {"interleaved": 2, "zbv": 2}.get(name, 1)
+            )
+            schedules = [(name, int(chunks))]
+        given = self.task.pins.get("stages")
+        numbers = range(pieces + 1) if given is None else (len(given),)
+        return [(name, chunks) for name, chunks in schedules if chunks * spread.stages in numbers]
+
+    def tiers(self, spread: Spread) -> Iterator[Tier]:
+        """ZeRO stages, how many ranks share a copy, and what lies elsewhere than on the device, in that order: from as
+        little as can be on; and how replicas agree."""
+        pins, cluster = self.task.pins, self.task.cluster
+        stages = [0] if spread.replicas == 1 else [0, 1, 2, 3]
+        if pins.get("shard") is not None:
+            stages = [1, 2, 3]  # zero = 0 has nothing to share
+        if "zero" in pins:
+            stages = [pins["zero"]]
+        within = cluster.per_host // (spread.parts * spread.tokens)
+        shards: list[int | None] = [None]
+        if "shard" in pins:
+            shards = [pins["shard"]]
+        elif 1 < within < spread.copies and spread.copies % within == 0 and spread.experts <= within * spread.tokens:
+            shards.append(within)
+        for zero, shard, away in product(stages, shards, self.offloads):
+            if (zero or shard == shards[0]) and (not away or zero in (0, stages[-1])):  # it cuts as ZeRO 3 does
+                for how in self._exchanges(spread, zero, away):
+                    yield zero, shard if zero else None, away, how
+
+    @cached_property
+    def offloads(self) -> list[Offload | None]:
+        """What may lie elsewhere than on the device. Within a tier the chunks that fit stay (see held), so all that is
+        chosen is how many bytes that is, the share of the activations, and whether there is a disk."""
+        pins, cluster = self.task.pins, self.task.cluster
+        if "memory" in pins:
+            said = pins["memory"]
+            return [None if said is None else Offload.of(said, self.task.most)]
+        scratch = cluster.hosts[0].scratch if cluster.disk else None
+        if any(device.on_host for device in cluster.devices):  # one memory: only a disk has more
+            return [None, *([] if scratch is None else [Offload(disk=scratch)])]
+        on_host = [Offload(self.task.most, activations=share) for share in WAITING]
+        on_disk = [replace(each, host=cluster.host_memory, disk=scratch) for each in on_host]
+        return [None, *on_host, *([] if scratch is None else on_disk)]
+
+    @cached_property
+    def nearer(self) -> dict[Offload, list[Offload | None]]:
+        """What keeps more nearer by than each of `offloads`: where that fits, nothing is to go farther. Everything on
+        the device, or on the host what would go to the disk."""
+        return {
+            away: [None, *([] if away.disk is None else [replace(away, host=None, disk=None)])]
+            for away in self.offloads
+            if away
+        }
+
+    @cached_property
+    def compiles(self) -> tuple[bool, ...]:
+        """Whether blocks are compiled, the fastest first."""
+        if "compile" in self.task.pins:
+            return (self.task.pins["compile"] in (True, "inductor"),)  # other backends fuse nothing
+        kept = "selective" in str(self.task.pins.get("recompute"))  # of operations, which compiled blocks do not show
+        return (True, False) if self.task.compiled and not kept else (False,)
+
+
+@lru_cache(maxsize=4096)
+def _goes_with(exchange: str, spread: Spread, zero: int, offloads: bool) -> bool:
+    """Whether an engine would take such an exchange beside the rest of a plan."""
+    try:
+        check_exchange(spread.plan(exchange=exchange, zero=zero, memory={} if offloads else None), "whole")
+    except UserError:
+        return False
+    return True
+
+
+def _can_share(spread: Spread, shard: int) -> bool:
+    """Whether so many ranks of these degrees can share a copy of the state."""
+    try:
+        spread.plan(zero=3, shard=shard).check_groups()
+    except UserError:
+        return False
+    return True
