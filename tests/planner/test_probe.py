@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.planner import Subject, kept
 from shoal.planner import probe as module
 from shoal.planner.ask import numbers_of
-from shoal.planner.computing import between
+from shoal.planner.cluster import between
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
 from shoal.planner.probe import probe

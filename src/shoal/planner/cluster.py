@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,6 +16,18 @@ from shoal.errors import UserError
 MOST_DEVICES = 1 << 17
 HOST_USABLE = 0.8
 """Share of a host's memory that a plan may fill: the rest is processes, data and the system."""
+
+
+def between(table: Sequence[tuple[float, float]], at: float, otherwise: float = 1.0) -> float:
+    """The value at a number, from those of the next two in `table`, which ascends, by the number's logarithm; beyond
+    its ends the value there, and `otherwise` without any."""
+    if not table:
+        return otherwise
+    place = bisect_left(table, (at, 0.0))
+    if place in (0, len(table)):
+        return table[max(0, place - 1)][1]
+    (less, low), (more, high) = table[place - 1 : place + 1]
+    return low + (high - low) * math.log(at / less) / math.log(more / less)
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,7 @@ class Device:
 
     def share(self, operations: float) -> float:
         """The share of its peak that a product of so many operations reaches."""
-        if not self.reached:
-            return self.reaches
-        place = bisect_left(self.reached, (operations, 0.0))
-        if place in (0, len(self.reached)):
-            return self.reached[max(0, place - 1)][1]
-        (less, low), (more, high) = self.reached[place - 1 : place + 1]
-        return low + (high - low) * math.log(operations / less) / math.log(more / less)
+        return between(self.reached, operations, self.reaches)
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations a second of products in `dtype`. Raises UserError where no figure is known."""

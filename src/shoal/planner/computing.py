@@ -10,9 +10,6 @@ what products reach, which was fitted to whole steps.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.planner.cluster import Device
@@ -60,14 +57,3 @@ def seconds_of(
     launches = max(times.products, times.rest) * calls.on(spread) + CALLED * compiled
     launches += times.gradients * HOOK * part.tensors
     return work + launches * device.launch if device.on_host else max(work, launches * device.launch)
-
-
-def between(table: Sequence[tuple[int, float]], rows: float) -> float:
-    """The factor for so many rows: between those of the two next numbers by their logarithm; 1 without any."""
-    if not table:
-        return 1.0
-    place = bisect_left([number for number, _ in table], rows)
-    if place in (0, len(table)):
-        return table[max(0, place - 1)][1]
-    (less, low), (more, high) = table[place - 1 : place + 1]
-    return low + (high - low) * math.log(rows / less) / math.log(more / less)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
-from shoal.planner.cluster import Device, Link
-from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, between, seconds_of
+from shoal.planner.cluster import Device, Link, between
+from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.profile import Message, PartProfile

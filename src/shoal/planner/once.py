@@ -41,7 +41,7 @@ class once(Generic[P, T]):
 
 
 class once_in_as_much_memory(once[P, T]):
-    """The same of what depends on how much memory there is too."""
+    """Keeps what depends on how much memory there is too: another one is asked where that is the same."""
 
     def known(self, owner: Any) -> Any:
         known = owner.known
