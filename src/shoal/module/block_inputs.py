@@ -36,7 +36,7 @@ class BlockInputs:
         by_tensor = {id(tensors[place]): tensors[place] for place in chosen}  # one may be given twice
         copies = {key: _Copy(tensor.detach().clone(), tensor.requires_grad) for key, tensor in by_tensor.items()}
         self._copies = {place: copies[id(tensors[place])] for place in chosen}
-        self._saved: Any = None  # a node of a graph that keeps those at `_direct`
+        self._saved: Any = None  # of a graph that keeps those at `_direct`, for as long as this tensor lives
         self._ready = self._leaves
 
     def devices(self) -> list[Tensor]:
@@ -69,7 +69,7 @@ class BlockInputs:
         self._copies = {place: copy for place, copy in self._copies.items() if place in found}
         self._direct = [place for place in self._direct if place not in found]
         kept = [self._leaves[place] for place in self._direct]
-        self._saved = _Save.apply(torch.empty(0, requires_grad=True), *kept).grad_fn
+        self._saved = _Save.apply(torch.empty(0, requires_grad=True), *kept)
         for place in (*found, *self._direct):  # a changed one is of the graph that the forward made, which keeps this
             self._leaves[place] = None
             self._versions.pop(place, None)
@@ -84,7 +84,7 @@ class BlockInputs:
             if self._leaves[place]._version != version:
                 raise self._changed_behind()
         try:
-            saved = dict(zip(self._direct, self._saved.saved_tensors, strict=True))
+            saved = dict(zip(self._direct, self._saved.grad_fn.saved_tensors, strict=True))
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
