@@ -76,6 +76,15 @@ def test_a_world_that_nobody_has_any_more_is_gone_at_once():
         gc.enable()
 
 
+def test_a_world_keeps_the_store_that_it_has_from_one_that_is_gone(tmp_path):
+    first = World(store=dist.FileStore(str(tmp_path / "store"), 1))
+    second = World(store=dist.PrefixStore("within", first.store))
+    del first
+    gc.collect()
+    second.store.set("key", "value")
+    assert second.store.get("key") == b"value"
+
+
 def test_ranks_with_devices_of_several_kinds_are_told():
     with stand_in("cuda", Recorder()):
         said = worlds("cuda:0", "cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from shoal import Plan
 from shoal.module import known_calls
@@ -92,6 +92,16 @@ def test_tensors_are_made_as_torch_makes_them(asked):
         assert one.item() == 3
         one.fill_(5)
         assert one.item() == 5
+
+
+def test_counts_of_numbers_below_a_length_have_that_length():
+    with FakeTensorMode() as fakes, KnownCalls(fakes):
+        numbers = torch.zeros(5, dtype=torch.int64)
+        counts = torch.bincount(numbers, minlength=4)
+        with pytest.raises(DynamicOutputShapeException):
+            torch.bincount(numbers)
+    real = torch.bincount(torch.tensor([3, 0, 3]), minlength=4)
+    assert (counts.shape, counts.dtype) == (real.shape, real.dtype)
 
 
 def test_what_changes_an_argument_is_done_each_time():

@@ -19,7 +19,7 @@ from shoal.comm.connect import check_devices, connect, this_host
 from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
 from shoal.comm.processes import has_ended, process_table
-from shoal.comm.signed import signed
+from shoal.comm.signed import root_of, signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
 from shoal.comm.unanswered import ask
 from shoal.device import hardware_id, own_device
@@ -76,8 +76,9 @@ class World:
         self.generation, self.timeout, self._given = generation, timeout, store
         self.host, self.host_id = socket.gethostname(), seat.host_id or this_host()
         self.device = own_device(device, local_rank, size)
-        # kept here, since a PrefixStore does not keep it alive
+        # kept here with what is below it, since a PrefixStore does not keep what is written in Python alive
         self._signed = signed(store) if store is not None else None
+        self._root = root_of(self._signed) if self._signed is not None else None
         self.store = dist.PrefixStore(f"generation{generation}", self._signed) if self._signed is not None else None
         self.ledger = Ledger(self.device)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
