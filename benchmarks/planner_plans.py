@@ -4,7 +4,7 @@ and the ranks that run one after the other."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from shoal.planner import Subject
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import ways
-from shoal.planner.probe import probe
+from shoal.planner.probe import Ran, probe, run_together
 from shoal.planner.profile import profile
 from shoal.planner.search import Search
 from shoal.planner.task import Estimate, Task
@@ -109,6 +109,12 @@ def reaches() -> Reaches:
     return measure_reaches(_world)
 
 
+def ran(name: str) -> tuple[Ran, ...]:
+    """What the model takes where all ranks run it at once, as `plan = "auto"` measures it."""
+    assert _world is not None
+    return run_together(_world, subject_of(name), MODELS[name].rows, _fixed(name))
+
+
 def run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[float] | str:
     """Trains for some steps under a plan; milliseconds of each but the first ones, or why the engine refuses it."""
     try:
@@ -137,16 +143,26 @@ def _run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[f
     return taken[SETTLE + 1 :]
 
 
-def task_of(name: str, cluster: Cluster) -> Task:
-    """What the planner is asked of a model."""
-    tiny, numbers = MODELS[name], precision("fp32")
-    model = build(tiny.table)
-    subject = Subject(model.factory, model.loss, samples(name)[0], 1, numbers, Plan())
+def subject_of(name: str) -> Subject:
+    """A model as the planner is asked of it."""
+    model = build(MODELS[name].table)
+    return Subject(model.factory, model.loss, samples(name)[0], 1, precision("fp32"), Plan())
+
+
+def _fixed(name: str) -> int | None:
+    """The microbatch, where there is one only."""
+    rows = MODELS[name].microbatches
+    return rows[0] if len(rows) == 1 else None
+
+
+def task_of(name: str, cluster: Cluster, together: Sequence[Ran] = ()) -> Task:
+    """What the planner is asked of a model. `together`: what `ran` returned."""
+    tiny, subject = MODELS[name], subject_of(name)
     traced = profile(subject, ways(tiny.pins))
-    legal = legal_degrees(model.values, traced, SEQUENCE, cluster.per_host)
-    fixed = tiny.microbatches[0] if len(tiny.microbatches) == 1 else None
-    task = Task(traced, cluster, tiny.rows, numbers_of(numbers, ADAMW), fixed, None, tiny.pins, legal)
-    return probe(subject, task)
+    legal = legal_degrees(build(tiny.table).values, traced, SEQUENCE, cluster.per_host)
+    numbers = numbers_of(subject.precision, ADAMW)
+    task = Task(traced, cluster, tiny.rows, numbers, _fixed(name), None, tiny.pins, legal)
+    return probe(subject, task, together=together)
 
 
 def every(name: str, task: Task) -> Iterator[Estimate]:

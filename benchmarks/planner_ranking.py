@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.planner_plans import LINKS, MODELS, RANKS, every, reaches, run, standing, task_of
+from benchmarks.planner_plans import LINKS, MODELS, RANKS, every, ran, reaches, run, standing, task_of
 from benchmarks.processes import ProcessGroup
 from benchmarks.targets import Target, judge, print_targets
 from shoal.comm import Reaches
@@ -144,7 +144,7 @@ def one_set(
     """All of one model behind one kind of link."""
     measured_groups: Reaches = group.call(reaches)[0]
     cluster = here(RANKS, RANKS, torch.float32, groups=measured_groups)
-    task = task_of(name, cluster)
+    task = task_of(name, cluster, group.call(partial(ran, name))[0])
     found = list(every(name, task))
     chosen = thinned(found, arguments.plans)
     taken = measured(group, name, chosen, arguments.rounds, arguments.steps, seconds)

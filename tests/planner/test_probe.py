@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -10,20 +11,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm import World
+from shoal.comm.world import Seat
 from shoal.planner import Subject, kept
 from shoal.planner import probe as module
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import between
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
-from shoal.planner.probe import probe
+from shoal.planner.probe import Ran, probe, run_together
 from shoal.planner.profile import profile
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Task
 from shoal.precision import precision
 from tests.planner.models import cluster
+from tests.pool import run_ranks
 
 PAUSE = 0.01
 
@@ -50,12 +55,14 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 def asked(factory: Callable[[], nn.Module], microbatch: int | None = 2) -> tuple[Subject, Task]:
     """A task of two ranks here."""
-    numbers = precision("fp32")
-    subject = Subject(factory, loss, {"x": torch.ones(4)}, 1, numbers)
+    subject = subject_of(factory)
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    return subject, Task(
-        profile(subject, ()), here(2, 2, torch.float32), 64, numbers_of(numbers, optimizer), microbatch
-    )
+    numbers = numbers_of(subject.precision, optimizer)
+    return subject, Task(profile(subject, ()), here(2, 2, torch.float32), 64, numbers, microbatch)
+
+
+def subject_of(factory: Callable[[], nn.Module]) -> Subject:
+    return Subject(factory, loss, {"x": torch.ones(4)}, 1, precision("fp32"))
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +151,43 @@ def test_what_is_large_or_fails_or_is_elsewhere_is_counted(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         assert probe(replace(subject, factory=Real), task).probed == ()
     assert "no values, please" in caplog.text
+
+
+def ran(world, cache: str, of_others: Callable[[], nn.Module]) -> list[tuple[Ran, ...]]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        subject = subject_of(of_others if world.rank else Slow)
+        return [run_together(world, subject, 64, 2, "settings") for _ in range(2)]
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+
+
+def test_ranks_that_share_cores_run_it_at_once_and_once(tmp_path):
+    told = run_ranks(ran, 2, str(tmp_path), Slow)
+    assert told[0] == told[1], "all ranks have the same"
+    first, second = told[0]
+    ((rows, forward, backward),) = first
+    assert second == first and rows == 2 and forward > PAUSE and backward > 0
+    subject, task = asked(Slow)
+    known = probe(subject, task, "settings")
+    assert known.probed == probe(subject, task, together=first).probed, "what was kept is what is used"
+    ((_, factor, _),) = known.probed
+    prices = Search(task).prices
+    counted = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
+    assert forward == pytest.approx(factor * counted), "that ranks crowd each other is not counted twice"
+
+
+def test_a_rank_that_cannot_run_it_keeps_nobody_waiting(tmp_path):
+    assert run_ranks(ran, 2, str(tmp_path), Real) == [[(), ()], [(), ()]]
+
+
+def test_no_ranks_run_what_is_large_or_alone(monkeypatch):
+    subject = subject_of(lambda: pytest.fail("built"))
+    assert run_together(World.single("cpu"), subject, 4, 2) == ()
+    monkeypatch.setattr(module, "MOST_PARAMETERS", 27)  # of 28
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("run"))
+    world = World(0, 2, seat=Seat(0, 2), store=dist.HashStore(), device="cpu")
+    assert run_together(world, subject_of(Slow), 4, 2) == ()
 
 
 def test_between_two_numbers_of_rows_factors_follow_the_logarithm():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from shoal.comm import World
 from shoal.errors import UserError, in_section
 from shoal.jobs.choose import Settled, under
 from shoal.jobs.forecast import Forecast
@@ -24,7 +25,7 @@ from shoal.planner.degrees import Spread, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
-from shoal.planner.probe import probe
+from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
@@ -143,7 +144,7 @@ def task_of(
         cluster,
         job.train.global_batch,
         numbers_of(numbers, optimizer),
-        job.train.microbatch or (job.train.global_batch if whole else None),
+        _given(settled, whole),
         settled.total,
         pins,
         legal,
@@ -152,6 +153,19 @@ def task_of(
         compiled=not any(device.on_host for device in cluster.devices),
     )
     return probe(subject_of(settled), task, _settings(settled))
+
+
+def ran_together(settled: Settled, world: World, whole: bool) -> None:
+    """Has the ranks run a small model, of which `task_of` then knows what it takes there. A collective call. `whole`:
+    see there."""
+    rows = settled.job.train.global_batch
+    run_together(world, subject_of(settled), rows, _given(settled, whole), _settings(settled))
+
+
+def _given(settled: Settled, whole: bool) -> int | None:
+    """The microbatch, where it is not the planner's to choose."""
+    train = settled.job.train
+    return train.microbatch or (train.global_batch if whole else None)
 
 
 def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:

@@ -36,9 +36,10 @@ def pinned(job: Job, origins: Origins) -> dict[str, Any]:
     return {name: getattr(job.plan, name) for name, is_given in names.items() if is_given or name in made}
 
 
-def planned(settled: Settled, world: World) -> Settled:
+def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
     """Returns the job under the plan that is the fastest on these ranks, where it asks for one or gives nothing of a
-    plan; else as it is. A collective call; raises UserError, on all ranks alike, where nothing is legal or fits."""
+    plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. A collective call;
+    raises UserError, on all ranks alike, where nothing is legal or fits."""
     if (known := _under_trial(settled, world)) is not None:
         return replace(under(settled, known.plan, known.microbatch), trials=known, why="it is tried")
     if not settled.job.auto.wanted:
@@ -46,9 +47,11 @@ def planned(settled: Settled, world: World) -> Settled:
             return settled
         if (why := _why_not_searched(settled, world)) is not None:
             return replace(settled, why=why)
-    from shoal.jobs.asking import answer, cluster_of_ranks
+    from shoal.jobs.asking import answer, cluster_of_ranks, run_on_ranks
 
     groups = groups_of(world)
+    if runs:
+        run_on_ranks(settled, world)
 
     def ask() -> list[Any]:
         cluster = cluster_of_ranks(settled, world, groups)

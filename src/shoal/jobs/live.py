@@ -158,7 +158,8 @@ class LiveRank:
 
     def _begin(self, place: Place, world: World) -> Attempt:
         """Returns the attempt of this generation: from what ranks have in memory, else from the newest checkpoint."""
-        settled = planned(at_size(placed(self._opened, self._path, self._assignments, place), world), world)
+        settled = placed(self._opened, self._path, self._assignments, place)
+        settled = planned(at_size(settled, world), world, runs=False)  # others stand still meanwhile
         why = ""
         if place.live:
             try:

@@ -31,7 +31,7 @@ from shoal.planner.measure import groups_of, here
 from shoal.planner.pins import check_pins
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
-from shoal.planner.probe import probe
+from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
 from shoal.planner.replicable import as_replicable
@@ -74,9 +74,10 @@ def auto_plan(
     warning of what could not be traced. Raises UserError, on all ranks alike, where nothing is legal or fits, or where
     `pins` ask for what only a trace could tell; it says what is missing.
     """
-    world = world or join()
-    numbers = precision_named(precision)
+    world, numbers = world or join(), precision_named(precision)
+    subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
     groups = groups_of(world) if cluster is None else None
+    ran = run_together(world, subject, global_batch, microbatch) if cluster is None else ()
 
     def find() -> tuple[dict[str, Any], int]:
         check_pins(pins or {})
@@ -87,7 +88,6 @@ def auto_plan(
         if whole and microbatch is None:
             raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "
                             "give microbatch")  # fmt: skip
-        subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
         try:
             traced = profile(subject, ways(pins or {}) if machine.size > 1 else ())
         except Untraced as error:
@@ -99,7 +99,7 @@ def auto_plan(
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
         cores = any(device.on_host for device in machine.devices)
         compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
-        asked = probe(subject, replace(asked, compiled=compiled))
+        asked = probe(subject, replace(asked, compiled=compiled), together=ran)
         plan, rows = as_replicable(asked, buffers, partial(_confirmed, subject=subject, optimizer=optimizer))
         return plan.to_dict(), rows
 

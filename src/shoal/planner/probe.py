@@ -13,13 +13,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shoal.device import CPU
+from shoal.comm import World
+from shoal.device import CPU, is_accelerator
 from shoal.errors import ShoalError
+from shoal.module.build import without_values
 from shoal.module.random import host_draws
 from shoal.native.heap import keep_freed_memory
 from shoal.planner.computing import FORWARD, UNADDED, seconds_of
@@ -35,28 +39,77 @@ log = logging.getLogger(__name__)
 MOST_PARAMETERS = 3 * 10**7
 ENOUGH, TIMES = 0.3, 4
 """Seconds of a forward and backward after which no more rows are tried, and how many times as many are tried next."""
-ROUNDS = 3
+ROUNDS = 6
 
 
-@dataclass(frozen=True)
-class Ran:
-    """Seconds of a forward, and of a backward, of so many rows on one rank alone."""
+class Ran(NamedTuple):
+    """Seconds of a forward, and of a backward, of so many rows on a rank."""
 
     rows: int
     forward: float
     backward: float
 
 
-def probe(subject: Subject, task: Task, settings: object = None) -> Task:
+class Timed(NamedTuple):
+    """Seconds of one forward and its backward."""
+
+    forward: float
+    backward: float
+
+
+def probe(subject: Subject, task: Task, settings: object = None, together: Sequence[Ran] = ()) -> Task:
     """Returns `task` with how many times longer than counted the model of `subject` takes, of microbatches of ever more
     rows until one takes ENOUGH seconds. As it is for a model that is large or does not run alone, where the task's
     cluster is not this machine's cores, and in a process group of torch's, of which a forward may call a collective.
-    `settings`: what the model is made by, under which what it takes is kept; None for one that is not kept."""
+
+    settings: what the model is made by, under which what it takes is kept; None for one that is not kept.
+    together: what `run_together` returned, where these ranks have run it; else what it once kept for as many of them,
+    else what a rank alone takes.
+    """
     cluster, large = task.cluster, task.profile.parameters > MOST_PARAMETERS
     if large or _meets_others() or not cluster.is_here or not all(device.on_host for device in cluster.devices):
         return task
-    ran = _kept(subject, _tried(task.rows, task.microbatch), threads_of(CPU, cluster.per_host), settings)
-    return replace(task, probed=_factors(ran, task))
+    rows, threads = _tried(task.rows, task.microbatch), threads_of(CPU, cluster.per_host)
+    key_with = partial(_key, subject, rows, threads, settings)
+    device = cluster.hosts[0].device
+    shared = together or (_known(key_with(cluster.per_host)) if cluster.per_host > 1 else ())
+    if shared:
+        return replace(task, probed=_factors(shared, task, device.slower))
+    ran = _known(key_with(1))
+    if ran is None:
+        log.info("running the model for a moment to time it, once a month")
+        ran = _run(subject, rows, threads, Alone())
+        _keep(key_with(1), ran)
+    return replace(task, probed=_factors(ran, task, device.crowd * device.slower))
+
+
+def run_together(
+    world: World, subject: Subject, rows: int, microbatch: int | None, settings: object = None
+) -> tuple[Ran, ...]:
+    """Returns what a small model takes where all ranks of a host run it at once: those that share cores also take the
+    caches and the memory's bandwidth from each other. Nothing for a single rank, and where `probe` would run none. A
+    collective call.
+
+    rows: of a global batch; microbatch: rows of a forward, where they are given; settings: see `probe`.
+    """
+    if world.local_size == 1 or is_accelerator(world.device) or _meets_others() or _is_large(subject):
+        return ()
+    tried, threads = _tried(rows, microbatch), threads_of(CPU, world.local_size)
+    key = _key(subject, tried, threads, settings, world.local_size)
+    known = _known(key) if world.rank == 0 else None
+    if (known := world.everyone.broadcast_object(known)) is not None:
+        return tuple(Ran(*each) for each in known)
+    log.info("running the model for a moment on all ranks to time it, once a month")
+    ran = _run(subject, tried, threads, Together(world))
+    if world.rank == 0:
+        _keep(key, ran)
+    return ran
+
+
+def _is_large(subject: Subject) -> bool:
+    """Whether a model has more than MOST_PARAMETERS, or is not known without its values."""
+    made = without_values(subject.factory)
+    return made is None or sum(each.numel() for each in made.parameters()) > MOST_PARAMETERS
 
 
 def _meets_others() -> bool:
@@ -64,60 +117,125 @@ def _meets_others() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _kept(subject: Subject, rows: Sequence[int], threads: int, settings: object) -> tuple[Ran, ...]:
-    key = key_of("ran", CPU, subject.precision.model, threads, name_of(settings, subject), *rows)
-    if settings is not None and (known := read(key)) is not None:
-        with suppress(KeyError, TypeError):
-            return tuple(Ran(*each) for each in known["ran"])
-    log.info("running the model for a moment to time it, once a month")
-    found = _run(subject, rows, threads)
-    if settings is not None:
-        keep(key, {"ran": [(each.rows, each.forward, each.backward) for each in found], "at": time.time()})
-    return found
+def _key(subject: Subject, rows: Sequence[int], threads: int, settings: object, ranks: int) -> str | None:
+    """The key of what so many ranks that run at once take; None where nothing is kept."""
+    if settings is None:
+        return None
+    return key_of("ran", CPU, subject.precision.model, threads, ranks, name_of(settings, subject), *rows)
 
 
-def _run(subject: Subject, rows: Sequence[int], threads: int) -> tuple[Ran, ...]:
+def _known(key: str | None) -> tuple[Ran, ...] | None:
+    """What is kept; None for nothing."""
+    known = None if key is None else read(key)
+    with suppress(KeyError, TypeError):
+        return None if known is None else tuple(Ran(*each) for each in known["ran"])
+    return None
+
+
+def _keep(key: str | None, ran: Sequence[Ran]) -> None:
+    if key is not None:
+        keep(key, {"ran": [tuple(each) for each in ran], "at": time.time()})
+
+
+class Alone:
+    """How a rank runs a model that no other one runs meanwhile."""
+
+    def meet(self) -> None:
+        """Called before each timed run."""
+
+    def agreed(self, own: list[Timed] | None) -> list[list[Timed]]:
+        """The times of all who run, of each a list of its rounds; none where one has failed, which gives None."""
+        return [] if own is None else [own]
+
+
+class Together:
+    """How each of the ranks of a world runs it, all at once."""
+
+    def __init__(self, world: World) -> None:
+        self._everyone = world.everyone
+
+    def meet(self) -> None:
+        """Waits for the others."""
+        self._everyone.barrier()
+
+    def agreed(self, own: list[Timed] | None) -> list[list[Timed]]:
+        """See `Alone`. A collective call."""
+        every = self._everyone.all_gather_object(own)
+        return [] if None in every else [[Timed(*each) for each in rounds] for rounds in every]
+
+
+def _run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Together) -> tuple[Ran, ...]:
     before, found = torch.get_num_threads(), list[Ran]()
     torch.set_num_threads(threads)
     keep_freed_memory()  # as of a rank
     try:
         with torch.random.fork_rng(devices=[]), host_draws(0):
-            own = deepcopy(subject.factory())  # which may be the caller's own, to whom a forward is to do nothing
-            module = own.to(subject.precision.model).train()
+            timed = _Timer(subject)
             for number in rows:
-                found.append(_timed(subject, module, number))
+                if not (every := how.agreed(timed.rounds(number, how))):
+                    log.info(
+                        "the model does not run here, so its time is counted: %s", timed.error or "on another rank"
+                    )
+                    break
+                found.append(_merged(number, every))
                 if found[-1].forward + found[-1].backward > ENOUGH / TIMES:
                     break
-    except (ShoalError, RuntimeError, ValueError, TypeError) as error:
-        log.info("the model does not run alone, so its time is counted: %s: %s", type(error).__name__, error)
     finally:
         torch.set_num_threads(before)
     return tuple(found)
 
 
-def _timed(subject: Subject, module: torch.nn.Module, rows: int) -> Ran:
-    batch = {key: torch.stack([value] * rows) for key, value in subject.sample.items()}
-    taken = []
-    for _ in range(1 + ROUNDS):  # the first one is not timed
-        given = {key: value.clone() for key, value in batch.items()}  # a loss may write to it
+class _Timer:
+    """Runs a model of its own. `error`: why it does not run; empty where it does."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject, self.error = subject, ""
+        self._module: torch.nn.Module | None = None
+
+    def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
+        """What each of ROUNDS microbatches of `rows` rows takes; None where one fails."""
+        taken = []
+        for _ in range(1 + ROUNDS):  # the first one is not timed
+            how.meet()  # also after an error: the others wait
+            if not self.error:
+                try:
+                    taken.append(self._round(rows))
+                except (ShoalError, RuntimeError, ValueError, TypeError) as error:
+                    self.error = f"{type(error).__name__}: {error}"
+        return None if self.error else taken[1:]
+
+    def _round(self, rows: int) -> Timed:
+        if self._module is None:
+            own = deepcopy(self._subject.factory())  # may be the caller's own, to whom a forward is to do nothing
+            self._module = own.to(self._subject.precision.model).train()
+        given = {key: torch.stack([value] * rows) for key, value in self._subject.sample.items()}  # a loss may write
         began = time.perf_counter()
-        sums = sums_of(subject.loss, module, given, ())
+        sums = sums_of(self._subject.loss, self._module, given, ())
         total = sum(sums.aux.values(), sums.total)
         between = time.perf_counter()
         total.backward()
-        taken.append((between - began, time.perf_counter() - between))
-        module.zero_grad()
-    forward, backward = (statistics.median(column) for column in zip(*taken[1:], strict=True))
-    return Ran(rows, forward, backward)
+        ended = time.perf_counter()
+        self._module.zero_grad()
+        return Timed(between - began, ended - between)
 
 
-def _factors(ran: Sequence[Ran], task: Task) -> tuple[Probed, ...]:
-    """How many times longer than counted of the rates of one rank alone forward and backward took, by rows."""
-    device, found = task.cluster.hosts[0].device, list[Probed]()
-    alone, parts = device.crowd * device.slower, task.profile.parts
+def _merged(rows: int, every: Sequence[Sequence[Timed]]) -> Ran:
+    """What all who ran took until the last of them was there, the median over rounds."""
+    together = zip(*every, strict=True)
+    whole = statistics.median(max(each.forward + each.backward for each in of_round) for of_round in together)
+    forward = statistics.mean(each.forward for rounds in every for each in rounds)
+    backward = statistics.mean(each.backward for rounds in every for each in rounds)
+    share = forward / (forward + backward)
+    return Ran(rows, share * whole, (1 - share) * whole)
+
+
+def _factors(ran: Sequence[Ran], task: Task, slower: float) -> tuple[Probed, ...]:
+    """How many times longer forward and backward took, by rows, than is counted of a device that was `slower` times
+    faster than the task's."""
+    device, found, parts = task.cluster.hosts[0].device, list[Probed](), task.profile.parts
     for each in ran:
         forward, backward = (
-            sum(seconds_of(part, Spread(), each.rows, times, device, task.numbers, False) for part in parts) / alone
+            sum(seconds_of(part, Spread(), each.rows, times, device, task.numbers, False) for part in parts) / slower
             for times in (FORWARD, UNADDED)
         )
         found.append((each.rows, each.forward / forward, each.backward / backward))
