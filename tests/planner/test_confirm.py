@@ -75,6 +75,21 @@ class Checkpointed(Twice):
         return self.blocks[first + 1](self.blocks[first](inputs))
 
 
+class Masked(Checkpointed):
+    """Puts a parameter, and a row of features, where a mask says so, as SpecAugment and models with images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Parameter(torch.randn(()))
+        self.shown = nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs * 1.0
+        x[torch.tensor([False, True] * 8).expand_as(x)] = self.hidden
+        x[:, torch.tensor([True, False, False, True, True, *[False] * 11])] = self.shown(inputs)
+        return super().forward(x)
+
+
 class Spectral(Twice):
     """Its weights are divided by a norm that each forward brings nearer, from vectors in buffers."""
 
@@ -140,6 +155,11 @@ def test_what_only_a_trace_could_tell_is_refused(field: str, value: int) -> None
     said = rf"test_confirm.py:{LINE} decides by values .*only dp = 2 .*and {field} = {value} is pinned: leave it out"
     with pytest.raises(UserError, match=said):
         simulate_world(2, answered, {field: value}, Decides)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_what_masks_pick_in_a_backward_is_traced(axis: str) -> None:
+    assert [getattr(plan, axis) for plan in simulate_world(2, asked, {axis: 2}, Masked)] == [2, 2]
 
 
 def test_batchnorm_of_a_single_row_is_traced() -> None:

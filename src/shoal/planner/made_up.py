@@ -43,8 +43,6 @@ class Values(TorchDispatchMode):
             return args[0] in self._alls if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func in ROWS and isinstance(args[0], FakeTensor) and args[0].layout is torch.sparse_coo:
             return _same_rows(args[0])
-        if func is torch.ops.aten.index.Tensor and _is_masked(*args[:2]):
-            return args[0].flatten(0, args[1][0].dim() - 1).clone()  # all of a mask is True
         out = with_workspace(func, args, called(func, args, kwargs or {}))
         if func.overloadpacket is torch.ops.aten.all:
             self._alls[out] = None
@@ -76,12 +74,6 @@ def _same_rows(gradient: Tensor) -> Tensor:
     """A copy of a sparse tensor with as many rows: all are taken to be different ones."""
     indices, values = gradient._indices().clone(), gradient._values().clone()
     return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False)
-
-
-def _is_masked(x: Tensor, indices: Sequence[Any]) -> bool:
-    """True in a backward where a mask picks from `x`: an embedding's gradient by rows leaves out its padding."""
-    given = indices[0] if len(indices) == 1 else None
-    return isinstance(given, FakeTensor) and given.dtype == torch.bool and torch._C._current_graph_task_id() != -1
 
 
 def _several(values: Any) -> Sequence[Tensor]:

@@ -90,10 +90,12 @@ def in_one_line() -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """The file and line of the user's, or of a library's, that led to `error` in torch."""
+    """The file and line of the user's, or of a library's, that led to `error` in torch; a backward has none."""
     ours = tuple(str(Path(package.__file__ or "").parent) for package in (torch, errors))
-    lines = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "its forward"
+    frames = extract_tb(error.__traceback__)
+    lines = [each for each in frames if not each.filename.startswith(ours)]
+    backward = any(each.name == "_engine_run_backward" for each in frames)
+    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "its backward" if backward else "its forward"
 
 
 class OneRow(TorchFunctionMode):

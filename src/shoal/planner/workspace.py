@@ -1,13 +1,16 @@
 """What fake tensors do not know of kernels: the bytes that oneDNN's LSTM and GRU keep for backward, which they say only
-when they run, that of torch's squared error, and formats of products by groups and of the statistics of a batch."""
+when they run, that of torch's squared error, formats of products by groups and of the statistics of a batch, and how
+much a mask picks of a gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
@@ -20,7 +23,15 @@ SHORT, LONG = 8, 16
 
 
 def called(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation gives. Torch's stand-in for products by groups takes bf16 alone, its kernel on a CPU more."""
+    """What an operation gives. Torch's stand-in for products by groups takes bf16 alone, its kernel on a CPU more.
+
+    What a mask picks in a backward is as large as if all of it were True, which is the most that it can be, unless the
+    forward put a tensor there that says it: the gradient of what `x[mask] = parameter` puts there (SpecAugment), of
+    `x[mask] = features`, and an embedding's by rows, without its padding.
+    """
+    if func is torch.ops.aten.index.Tensor and (at := _masked_dim(args[1])) is not None:
+        picked = args[0].flatten(at, at + args[1][at].dim() - 1)
+        return picked.narrow(at, 0, _rows_put(picked, at)).clone()
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         low = [each.to(torch.bfloat16) for each in args[:2]]
         return func(*low, *args[2:], **kwargs).to(args[0].dtype)
@@ -32,6 +43,27 @@ class Called(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return called(func, args, kwargs or {})
+
+
+def _masked_dim(indices: Sequence[Tensor | None]) -> int | None:
+    """The dim, in a backward, from which on a mask alone picks; None for all other indices."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    given = [(at, each) for at, each in enumerate(indices) if each is not None]
+    at, mask = given[0] if len(given) == 1 else (0, None)
+    return at if isinstance(mask, FakeTensor) and mask.dtype == torch.bool and mask.dim() else None
+
+
+def _rows_put(picked: Tensor, at: int) -> int:
+    """How many rows the forward put where a mask is True, along dim `at` of the gradient of all of them: as many as the
+    tensor had that it put there; if that had one for all of them, all."""
+    node = torch._C._current_autograd_node()
+    if not node.name().startswith("IndexPut"):
+        return picked.shape[at]
+    after, place = node.next_functions[1]  # of what was put there, whose gradient this is
+    shape = after._input_metadata[place].shape  # type: ignore[union-attr]
+    dim = at - picked.dim()
+    return shape[dim] if len(shape) >= -dim and shape[dim] != 1 else picked.shape[at]
 
 
 def with_workspace(func: Any, args: Any, out: Any) -> Any:
