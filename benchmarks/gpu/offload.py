@@ -36,6 +36,7 @@ from benchmarks.gpu.train import SMALL, clear
 from shoal import Engine, Plan
 from shoal.chunks.movement import fetched
 from shoal.comm import World
+from shoal.device import most_allocated
 from shoal.errors import BudgetExceeded
 from shoal.models import GPT, PRESETS, GPTConfig, build, causal_lm
 from shoal.planner import Machine, Subject, dry_run, family, largest, predict
@@ -135,7 +136,7 @@ def timed(step: Callable[[], Any], device: str, steps: int) -> float:
 def peak(device: str, running: Engine | None = None) -> int:
     """Bytes: the most that was allocated on the device since `clear`; on a CPU what the tier has counted."""
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
+        return most_allocated(torch.device(device)) or 0
     return running.parts.tier.most_in_all if running is not None and running.parts.tier is not None else 0
 
 
@@ -148,7 +149,7 @@ def of_engine(config: GPTConfig, batch: int, device: str, memory: Any, steps: in
     def step() -> None:
         nonlocal most
         running.step(next(batches))
-        most = max(most, peak(device, running))  # the tier resets the allocator's peak while it records
+        most = max(most, peak(device, running))
 
     batches = running.batches(rows(config.vocab_size, config.sequence, batch * 4))
     executor = running.parts.gather.executor if running.parts.gather else None

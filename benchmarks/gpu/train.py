@@ -29,7 +29,7 @@ from benchmarks.gpu.records import Record, check, hardware, options, run, worst
 from benchmarks.gpu.rows import rows
 from shoal import Engine, Plan
 from shoal.comm import World
-from shoal.device import measure_peak_flops
+from shoal.device import forget_most_allocated, measure_peak_flops
 from shoal.models import GPT, PRESETS, GPTConfig, causal_lm, flops_per_token
 
 SMALL = GPTConfig(61, 64, 4, 64, 4)
@@ -121,7 +121,7 @@ def clear(device: str) -> None:
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        forget_most_allocated(torch.device(device))
 
 
 def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

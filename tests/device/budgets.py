@@ -61,5 +61,5 @@ def watched() -> Iterator[list[tuple[int, int] | None]]:
         seen.append(asked_for(device))
         torch.accelerator.reset_peak_memory_stats(device)
 
-    with patch("shoal.chunks.tier.forget_most_allocated", forget):
+    with patch("shoal.chunks.tier.begin_most_asked_for", forget):
         yield seen

@@ -11,11 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm import World
-from shoal.comm.world import Seat
 from shoal.planner import Subject, kept
 from shoal.planner import probe as module
 from shoal.planner.ask import numbers_of
@@ -181,13 +179,17 @@ def test_a_rank_that_cannot_run_it_keeps_nobody_waiting(tmp_path):
     assert run_ranks(ran, 2, str(tmp_path), Real) == [[(), ()], [(), ()]]
 
 
-def test_no_ranks_run_what_is_large_or_alone(monkeypatch):
+def ran_large(world) -> tuple[Ran, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_PARAMETERS", 27)  # of 28
+        patch.setattr(module, "_run", lambda *_: pytest.fail("run"))
+        return run_together(world, subject_of(Slow), 4, 2)
+
+
+def test_no_ranks_run_what_is_large_or_alone():
     subject = subject_of(lambda: pytest.fail("built"))
     assert run_together(World.single("cpu"), subject, 4, 2) == ()
-    monkeypatch.setattr(module, "MOST_PARAMETERS", 27)  # of 28
-    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("run"))
-    world = World(0, 2, seat=Seat(0, 2), store=dist.HashStore(), device="cpu")
-    assert run_together(world, subject_of(Slow), 4, 2) == ()
+    assert run_ranks(ran_large, 2) == [(), ()]
 
 
 def test_between_two_numbers_of_rows_factors_follow_the_logarithm():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import Ledger
-from shoal.device import allocated, asked_for, forget_most_allocated, free_memory
+from shoal.device import allocated, asked_for, begin_most_asked_for, free_memory
 from shoal.errors import BudgetExceeded, UserError, check_names
 from shoal.plan import Option, nbytes
 
@@ -150,12 +150,12 @@ class Tier:
 
     def moved(self) -> None:
         """Lets the allocator forget, on a GPU, what weights took that have gone: it was not of `others`."""
-        forget_most_allocated(self.device)
+        begin_most_asked_for(self.device)
 
     def _note_others(self) -> None:
         asked = asked_for(self.device)  # rounded figures would change with what is in memory beside
         self._others = max(self._others, (self.used if asked is None else asked[1]) - self.held.get(MOVING, 0))
-        forget_most_allocated(self.device)
+        begin_most_asked_for(self.device)
 
     def take(self, role: str, size: int, what: str = "") -> None:
         """Books `size` bytes; BudgetExceeded, naming `what`, if they do not fit."""

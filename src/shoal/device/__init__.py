@@ -32,6 +32,7 @@ from shoal.device.kinds import (
 from shoal.device.memory import (
     allocated,
     asked_for,
+    begin_most_asked_for,
     forget_most_allocated,
     free_memory,
     most_allocated,
@@ -72,6 +73,7 @@ __all__ = [
     "asked_for",
     "attention_kernel",
     "backend",
+    "begin_most_asked_for",
     "compute_capability",
     "current_stream",
     "finish",

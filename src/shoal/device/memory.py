@@ -16,10 +16,14 @@ def allocated(device: torch.device) -> int | None:
     return None if module is None else module.memory_allocated(device)
 
 
+_most: dict[torch.device, int] = {}
+"""The most that was allocated on a device before its allocator began anew."""
+
+
 def most_allocated(device: torch.device) -> int | None:
     """The most of `allocated` since the start, or since `forget_most_allocated`."""
     module = backend(device)
-    return None if module is None else module.max_memory_allocated(device)
+    return None if module is None else max(_most.get(_with_index(device), 0), module.max_memory_allocated(device))
 
 
 def forget_most_allocated(device: torch.device) -> None:
@@ -27,11 +31,32 @@ def forget_most_allocated(device: torch.device) -> None:
     module = backend(device)
     if module is not None:
         module.reset_peak_memory_stats(device)
+        _most.pop(_with_index(device), None)
+
+
+def begin_most_asked_for(device: torch.device) -> None:
+    """Begins the most of `asked_for` anew, with what is allocated now. `most_allocated` goes on."""
+    module, most = backend(device), most_allocated(device)
+    if module is not None and most is not None:
+        _most[_with_index(device)] = most
+        module.reset_peak_memory_stats(device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    module = backend(device)
+    return device if module is None or device.index is not None else torch.device(device.type, module.current_device())
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Gives other processes what torch's allocator keeps of `device` beside its tensors."""
+    module = backend(device)
+    if module is not None:
+        module.empty_cache()
 
 
 def asked_for(device: torch.device) -> tuple[int, int] | None:
-    """In tensors now, and the most since the start or since `forget_most_allocated`, without what torch's allocator
-    rounds up, where its module tells them apart."""
+    """In tensors now, and the most since `begin_most_asked_for` or `forget_most_allocated`, without what torch's
+    allocator rounds up, where its module tells them apart."""
     module = backend(device)
     if module is None:
         return None
