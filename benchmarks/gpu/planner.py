@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -108,12 +109,13 @@ def row(case: Case, teacher: Case, cache: Path, machine: str | None) -> dict[str
 def trained(cases: Sequence[Case], cache: Path, arguments: argparse.Namespace) -> Iterator[Case]:
     """Those whose run came to its end, one after the other, with one cache of rates."""
     for case in cases:
-        path = case.write(arguments.tokens, arguments.steps)
+        path, began = case.write(arguments.tokens, arguments.steps), time.monotonic()
         try:
             shoal(cache, "train", str(path), "--nproc", "1")
         except subprocess.CalledProcessError as error:
             print(f"{case.name}: shoal train ended with {error.returncode}\n{error.stdout[-2000:]}", flush=True)
         else:
+            print(f"{case.name}: trained in {time.monotonic() - began:.0f} s", flush=True)
             yield case
 
 

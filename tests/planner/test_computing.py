@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.planner.computing import ADDED, BACKWARD, FORWARD, HOOK, seconds_of
+from shoal.planner.computing import ADDED, BACKWARD, FORWARD, HOOK, seconds_again, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import WATCHED
 from shoal.planner.search import Search
@@ -37,6 +37,25 @@ def test_on_cores_each_parameter_has_its_hook():
         for tensors in (2, 5)
     )
     assert many - few == pytest.approx(3 * HOOK * 1e-3)
+
+
+def test_on_an_accelerator_the_host_may_be_late_with_what_is_computed_again():
+    """A block of ten operations of which forward takes the device 1 s, where each is launched in so many."""
+    asked, own = task(), replace(part("block", 0.0, 0.0, 0.0), tensors=2)
+    own = replace(own, touched=replace(own.touched, value=asked.cluster.hosts[0].device.bandwidth))
+    calls = own.calls.on(Spread())
+
+    def again(launch: float, back: float = 1.0) -> float:
+        device = replace(asked.cluster.hosts[0].device, launch=launch, streams=1.0, on_host=False)
+        return seconds_again(own, Spread(), 1, FORWARD, 3, device, asked.numbers, False, back=back)
+
+    launches = 3 * calls + 2 * HOOK + 3 * calls  # backward and forward, hooks of gradients, of what is saved
+    assert again(0.0) == pytest.approx(1)
+    assert again(1 / launches) == pytest.approx(1), "the device has 3 s to do"
+    assert again(4 / launches) == pytest.approx(2), "the host launches for 4 s where the backward alone takes 2"
+    assert again(4 / launches, back=1.5) == pytest.approx(1), "and 3 s where it was run and took that long"
+    late = 10 / calls
+    assert again(late) == pytest.approx(4 * calls * late), "what comes to the launches of a backward that is late"
 
 
 def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_elsewhere():

@@ -25,6 +25,10 @@ CALLED = 20
 """Launches that a call of a compiled block takes beside its kernels, for guards and torch around it. Assumed."""
 ADDED, HOOK = 3, 2
 """Times that memory has a gradient pass as it is added to a sum, and launches that a parameter's hook takes."""
+SELECTING, RECALLING = {True: 20, False: 7}, 6
+"""Launches that an operation of a block takes beside itself where torch asks in Python whether to keep what it gives
+(on a host's cores, whose launches are short, and on an accelerator), and where all of the block runs again: hooks of
+what is saved, and the block's second call. Measured."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,30 @@ def seconds_of(
     part: PartProfile, spread: Spread, rows: int, times: Times, device: Device, numbers: Numbers, compiled: bool
 ) -> float:
     """Seconds of `rows` rows on one rank of `spread`, with blocks as they are written, or `compiled`."""
+    work, launched = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
+    return work + launched if device.on_host else max(work, launched)
+
+
+def seconds_again(
+    part: PartProfile, spread: Spread, rows: int, times: Times, asked: float, device: Device, numbers: Numbers,
+    compiled: bool, there: float = 1.0, back: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds that a backward of `rows` rows takes longer where it computes `times` of a block again, each operation of
+    which takes `asked` launches more. On an accelerator what the device does and what the host launches are each summed
+    with the backward's own, of which the longer counts. `there`, `back`: how many times longer than counted a forward
+    and a backward work."""
+    again, called = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
+    hooks = asked * device.launch * part.calls.on(spread)
+    if device.on_host:
+        return there * (again + called) + hooks
+    work, launched = _work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)
+    return max(back * work + there * again, launched + called + hooks) - max(back * work, launched)
+
+
+def _work_and_launches(
+    part: PartProfile, spread: Spread, rows: int, times: Times, device: Device, numbers: Numbers, compiled: bool
+) -> tuple[float, float]:
+    """Seconds of what is computed and moved, and of the launches."""
     peak, operations = device.peak(numbers.dtype), rows * part.products.on(spread)
     work = times.products * operations / (peak * device.share(operations / max(1, part.multiplied)))
     work += rows * times.attention * part.attention.on(spread) / (peak * device.reaches * ATTENTION_REACHES)
@@ -56,4 +84,4 @@ def seconds_of(
     work += moved / (device.bandwidth * device.streams)
     launches = max(times.products, times.rest) * calls.on(spread) + CALLED * compiled
     launches += times.gradients * HOOK * part.tensors
-    return work + launches * device.launch if device.on_host else max(work, launches * device.launch)
+    return work, launches * device.launch

@@ -12,7 +12,16 @@ from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.planner.cluster import Device, Link, between
-from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, seconds_of
+from shoal.planner.computing import (
+    BACKWARD,
+    FORWARD,
+    RECALLING,
+    SELECTING,
+    UNADDED,
+    Times,
+    seconds_again,
+    seconds_of,
+)
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.profile import Message, PartProfile
@@ -20,9 +29,6 @@ from shoal.planner.task import Task
 
 COMPILING = 30.0
 """Seconds until a compiled block of a kind is compiled, there and back. Assumed."""
-SELECTING, RECALLING = 20, 6
-"""Launches that an operation of a block takes on a CPU beside itself where torch asks in Python whether to keep what it
-gives, and where all of the block runs again: hooks of what is saved, and the block's second call. Measured."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
@@ -185,10 +191,13 @@ class Prices:
         )
         there, back = self._probed(own, spread, rows)
         forward, backward = there * forward, device.backward * (backward + (back - 1) * unadded)
-        some = math.fsum(self._seconds(part, spread, rows, Times(0, 0, 1)) for part in blocks)
-        full = math.fsum(self._seconds(part, spread, rows, Times(1 - part.spared, 1, 1)) for part in blocks)
-        asking = device.launch * device.on_host * sum(part.calls.on(spread) for part in blocks)
-        some, full = there * some + SELECTING * asking, there * full + RECALLING * asking
+
+        def again(part: PartProfile, times: Times, asked: float) -> float:
+            how = device, self.task.numbers, self.compiled and part.is_block
+            return seconds_again(part, spread, rows, times, asked, *how, there, back)
+
+        some = math.fsum(again(part, Times(0, 0, 1), SELECTING[device.on_host]) for part in blocks)
+        full = math.fsum(again(part, Times(1 - part.spared, 1, 1), RECALLING) for part in blocks)
         return forward, backward, some, full
 
     def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
