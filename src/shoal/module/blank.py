@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.module.kept_outside import nothing_kept_outside
+
 FILLING = {
     torch.ops.aten.normal_.default,
     torch.ops.aten.uniform_.default,
@@ -42,5 +44,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 def on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     """Makes a model on the meta device. Raises what the factory raises there."""
-    with torch.device("meta"), Unfilled():
-        return factory()
+    with nothing_kept_outside(factory) as code, torch.device("meta"), Unfilled():
+        module = factory()
+        code.append(module)
+    return module

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ArgumentError, UserError
 from shoal.module.blank import Unfilled, on_meta
+from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.known_calls import KnownCalls
 from shoal.module.record import (
     ONE_AT_A_TIME,
@@ -173,10 +174,13 @@ def _blank(factory: Callable[[], nn.Module]) -> nn.Module:
     mode.cache_enabled = False  # KnownCalls keeps more, and sooner
     fakes = mode, KnownCalls(mode), Unfilled()
     with ExitStack() as stack:
-        for each in (_seeded(seed_of(0, "the record")), *fakes, rejection_sampling_whole(None), conversion_by_data()):
+        stack.enter_context(_seeded(seed_of(0, "the record")))
+        code = stack.enter_context(nothing_kept_outside(factory))
+        for each in (*fakes, rejection_sampling_whole(None), conversion_by_data()):
             stack.enter_context(each)
         with _Copies():
             module = _made(factory())
+        code.append(module)
     if _hides_fakes(module):
         raise Unrecordable(HIDDEN)
     if all(isinstance(each, FakeTensor) for each in module.parameters()):
@@ -201,8 +205,16 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
         mode = _Mode(allow_non_fake_inputs=True)
-        with mode, record, rejection_sampling_whole(record), conversion_by_data(), _Copies():
+        with (
+            nothing_kept_outside(factory) as code,
+            mode,
+            record,
+            rejection_sampling_whole(record),
+            conversion_by_data(),
+            _Copies(),
+        ):
             module = _made(factory())
+            code.append(module)
     kept = _kept_tensors(module)
     if _hides_fakes(module):
         raise Unrecordable(HIDDEN)

@@ -31,6 +31,7 @@ from shoal.comm.silent import SilentWorld
 from shoal.errors import ShoalError, UserError
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import Built
+from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.known_calls import KnownCalls
 from shoal.module.random import host_draws, keyed_functional
 from shoal.module.value_checks import values_unchecked
@@ -155,6 +156,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     # what changes only how products are computed stays out: compiled blocks run as they are written, fp8 needs its GPU
     among, plain = ranks(replace(subject.plan, compile=False), world), replace(precision, fp8=False)
     with ExitStack() as stack:
+        stack.enter_context(nothing_kept_outside(module))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(host_draws(0))
         local = localize(model, among, plain, rules=rules, in_stages=False)

@@ -40,6 +40,7 @@ from shoal.comm.silent import Heard, OfManyHosts, OfOneHost, SilentWorld
 from shoal.data import Cursor, map_batches
 from shoal.errors import UserError
 from shoal.mesh import Mesh
+from shoal.module.kept_outside import nothing_kept_outside
 from shoal.native import pretending
 from shoal.pipeline import samples_to_fill, schedule_of
 from shoal.plan import Plan
@@ -139,6 +140,7 @@ def assembled_for(
         assume(among.replicas, CPU, link or Link(among.replicas.name, among.replicas.size, "nothing", USUAL))
         whole = build_alike(model, recipe, among)
         module = whole.built.module
+        stack.enter_context(nothing_kept_outside(module))
         check(plan, recipe, module, whole.groups.options)
         fill_stages = partial(samples_to_fill, plan)
         rows = choose_microbatch(

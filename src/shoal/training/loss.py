@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.device import to_device
 from shoal.errors import UserError
@@ -43,6 +44,7 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
         raise UserError(
             f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)"
         )
+    _check_values(result[0], module, microbatch)
     total, count = result[0], result[1] if isinstance(result[1], Tensor) else torch.full((), result[1])
     if not isinstance(total, Tensor) or total.dim() != 0 or count.dim() != 0:
         raise UserError(
@@ -57,6 +59,18 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
             raise UserError(f"loss returned {_describe(mean)} as auxiliary loss {name}: it must be a single number")
         aux[name] = to_device(mean if isinstance(mean, Tensor) else torch.full((), mean), total.device)
     return Sums(total, to_device(count, total.device), aux, None if count is result[1] else float(result[1]))
+
+
+def _check_values(total: Any, module: nn.Module, microbatch: Mapping[str, Tensor]) -> None:
+    """Raises UserError for a loss that is made of a tensor without values, though nothing that was given is."""
+    if not isinstance(total, FakeTensor):
+        return
+    if not any(isinstance(each, FakeTensor) for each in (*microbatch.values(), *module.parameters())):
+        raise UserError(
+            "the forward takes a tensor from outside of the model that has no values: code of the model has kept it "
+            "from a run without values (the model is built and traced so): keep it in a buffer of the module, or in "
+            "functools.lru_cache or a dict beside the classes, from which such tensors are dropped"
+        )
 
 
 def sums_of(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor], axes: Sequence[Axis]) -> Sums:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.random import host_draws
 from shoal.module.record import ONE_AT_A_TIME
 from shoal.module.value_checks import values_unchecked
@@ -130,6 +131,7 @@ def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
+        stack.enter_context(nothing_kept_outside(module))
         stack.enter_context(values_unchecked())
         for each in module.modules():
             stack.callback(each.register_forward_pre_hook(enter, with_kwargs=True).remove)

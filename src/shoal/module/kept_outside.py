@@ -1,0 +1,89 @@
+"""Tensors without values that a model's code keeps outside of the model: results of `functools.lru_cache`, entries of a
+dict of a Python module, of a class or of a closure. A run on fake tensors, or on the meta device, leaves there what the
+next forward, on real ones, would be given."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper, partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+OTHERS = {*sys.stdlib_module_names, "torch", "shoal"}
+"""Packages whose code keeps no such tensors."""
+
+
+@contextmanager
+def nothing_kept_outside(*owners: Any) -> Iterator[list[Any]]:
+    """Drops, behind the context, what the code of `owners` has kept inside it: of modules, of factories, and of what is
+    added to the list that is given."""
+    found = list(owners)
+    try:
+        yield found
+    finally:
+        for code in {each.__name__: each for owner in found for each in _code_of(owner)}.values():
+            for value in list(vars(code).values()):
+                _drop(value)
+                if isinstance(value, type) and value.__module__ == code.__name__:
+                    for inner in list(vars(value).values()):
+                        _drop(inner)
+
+
+def _code_of(owner: Any) -> Iterator[ModuleType]:
+    """Yields the Python modules in which the classes of a module are defined, or a factory and the classes that it
+    finds there, or is given."""
+    if isinstance(owner, nn.Module):
+        for kind in {type(each) for each in owner.modules()}:
+            yield from _defining(kind)
+    elif isinstance(owner, partial):
+        for each in (owner.func, *owner.args, *owner.keywords.values()):
+            yield from _code_of(each)
+    elif isinstance(owner, type):
+        yield from _defining(owner)
+    elif isinstance(owner, FunctionType):
+        for kind in (each for each in owner.__globals__.copy().values() if isinstance(each, type)):
+            if issubclass(kind, nn.Module):
+                yield from _defining(kind)
+        yield from _own(owner.__module__)
+
+
+def _defining(kind: type) -> Iterator[ModuleType]:
+    for each in kind.__mro__:
+        yield from _own(each.__module__)
+
+
+def _own(name: str) -> Iterator[ModuleType]:
+    if name in sys.modules and name.partition(".")[0] not in OTHERS:
+        yield sys.modules[name]
+
+
+def _drop(value: Any) -> None:
+    """Drops tensors without values from what a name in a Python module or a class stands for."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    if type(value) is dict:
+        for key in [key for key, each in list(value.items()) if _has_no_values(each)]:
+            value.pop(key, None)
+    elif isinstance(value, _lru_cache_wrapper):
+        if any(_has_no_values(each) for each in gc.get_referents(value)):
+            value.cache_clear()
+    elif isinstance(value, FunctionType):
+        for kept in gc.get_referents(*(value.__closure__ or ())):  # a cell may be empty
+            if not isinstance(kept, FunctionType):
+                _drop(kept)
+        _drop(vars(value).get("__wrapped__"))
+
+
+def _has_no_values(value: Any) -> bool:
+    return isinstance(value, Tensor | tuple | list | dict) and any(
+        isinstance(each, Tensor) and (isinstance(each, FakeTensor) or each.is_meta) for each in tree_leaves(value)
+    )
