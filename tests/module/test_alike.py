@@ -67,6 +67,32 @@ def test_ranks_with_other_parameters_are_refused_on_all_of_them():
     assert one == other and "models of other parameters" in one
 
 
+TRIED: list[torch.Tensor] = []
+
+
+class Tries(nn.Linear):
+    """Tries something once in a process, as a library may that peft asks for the weights of its adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        if not TRIED:
+            TRIED.append(torch.from_numpy(np.ones(3)) + 1.0)
+
+
+def built_again(world) -> list[float]:
+    TRIED[:] = [torch.ones(1)] if world.rank == 0 else []  # rank 0 has built one before: the planner does
+    engine = Engine(Tries, regression, ADAMW, global_batch=2, world=world)
+    values = engine.module.weight.flatten().tolist()
+    assert engine.build_note == "recorded"
+    engine.close()
+    return values
+
+
+def test_what_only_one_rank_tries_does_not_make_its_model_another():
+    one, other = run_ranks(built_again, 2)
+    assert one == other
+
+
 def drawn(world, built: list[str]) -> list[float]:
     engine = Engine(partial(nn.Linear, 64, 64), regression, ADAMW, global_batch=2, world=world)
     built.append(engine.build_note)

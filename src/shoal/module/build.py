@@ -222,7 +222,7 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
         raise Unrecordable("it makes a tensor of the storage of another one, as copy.copy does")
     names = {storage_of(t): name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
     sites = record.sites([(name, t) for name, t in kept if isinstance(t, FakeTensor)], names)
-    given = [*record.constants, *(t for t in _only(kept) if not isinstance(t, FakeTensor))]
+    given = [*record.constants(sites), *(t for t in _only(kept) if not isinstance(t, FakeTensor))]
     return Built(module, lambda name, tensor: record.replay(tensor, name, sites, seed), "recorded", given)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -133,7 +133,6 @@ class Record(TorchDispatchMode):
         self._alive: list[Any] = []  # storages are known by address, which must not be reused
         self._seed = torch.initial_seed()
         self._outside: set[int] = set()  # storages of views of tensors that existed before
-        self.constants: list[Tensor] = []  # real tensors that the operations read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,7 +170,6 @@ class Record(TorchDispatchMode):
             isinstance(leaf, Tensor) or (isinstance(leaf, _Ref) and leaf.storage in self._outside) for leaf in mutated
         ):
             raise Unrecordable("it changes tensors that were there before")
-        self.constants += real
         if real and _makes_views(func) and func is not torch.ops.aten.lift_fresh.default:
             self._outside |= {ref.storage for ref in outputs}
 
@@ -193,6 +191,11 @@ class Record(TorchDispatchMode):
                     site = (name, position) if own is None else (names[own], self._writers[own].index(index))
                     found[index] = f"{site[0]}#{site[1]}"
         return found
+
+    def constants(self, operations: Iterable[int]) -> list[Tensor]:
+        """Returns the real tensors that `operations` read. What others read (a library's trial) is in no tensor."""
+        each = (self._ops[index] for index in sorted(operations))
+        return [leaf for op in each for leaf in _leaves((op.args, op.kwargs)) if isinstance(leaf, Tensor)]
 
     def replay(self, tensor: Tensor, name: str, sites: Mapping[int, str], seed: int) -> Tensor:
         """Returns the value of a fake `tensor` called `name`, on the CPU; each operation draws under its site."""
@@ -283,9 +286,7 @@ def _leaves(tree: Any) -> list[Any]:
 @cache
 def _written_by(func: Any) -> list[tuple[int, str]]:
     """Returns the arguments that an in-place or out= operation writes, by its schema: their positions and names.
-
-    Functions recorded as one operation have no schema; they return what they write.
-    """
+    Functions recorded as one operation have no schema; they return what they write."""
     return [
         (position, argument.name)
         for position, argument in enumerate(getattr(func, "_schema", _NO_SCHEMA).arguments)
