@@ -26,12 +26,8 @@ from shoal.errors import UserError
 from shoal.jobs.config import Data, Job, Run, Train
 from shoal.jobs.train import train
 from shoal.planner import Subject, parts_of
-from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.measure import here
-from shoal.planner.probe import probe
-from shoal.planner.profile import profile
-from shoal.planner.task import Task
 from shoal.precision import precision
 from shoal.report.metrics import read_metrics
 from tests.device.uses import GPT_OF_A_USE, engine, exchanged, on
@@ -219,29 +215,6 @@ def measured_here(world: World) -> Cluster:
     small = patch.multiple("shoal.planner.measure", COPIED=1 << 16, read=lambda _: None, keep=lambda *_: None)
     with small, patch("shoal.planner.measure._disk", lambda: 0.0), patch(WIDTHS, (8, 16)):
         return here(1, 1, torch.bfloat16, world.device)
-
-
-def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return (model(batch["x"].bfloat16()) - batch["y"]).square().sum(), len(batch["x"])
-
-
-def ran_before_a_plan(world: World, folder: str) -> dict[str, object]:
-    """A small model that is run on the device before it is planned for, and one for which there is no room."""
-    numbers = precision("bf16")
-    sample = {"x": torch.ones(8), "y": torch.ones(8)}
-    subject = Subject(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()), squares, sample, 1, numbers)
-    task = Task(profile(subject, ()), measured_here(world), 16, numbers_of(numbers, partial(torch.optim.SGD, lr=0.1)))
-    before, draw = room.allocated(world.device), torch.cuda.get_rng_state(world.device)
-    found = probe(subject, task).probed
-    with patch("shoal.planner.probe.free_memory", lambda _: 8):
-        lacks_room = probe(subject, task)
-    return {
-        "rows": [rows for rows, *_ in found],
-        "factors": all(forward > 0 and backward > 0 for _, forward, backward in found),
-        "left": room.allocated(world.device) - before,
-        "draws": torch.equal(draw, torch.cuda.get_rng_state(world.device)),
-        "without room": lacks_room is task,
-    }
 
 
 def measured(world: World, folder: str) -> dict[str, object]:

@@ -135,15 +135,6 @@ def test_a_peak_goes_on_where_what_is_asked_for_begins_anew():
 
 
 @simulated
-def test_a_small_model_is_run_before_it_is_planned_for_and_leaves_nothing():
-    (run,) = simulate_ranks(uses.used, 1, "cuda", branches.ran_before_a_plan)
-    assert run.trace.defects == []
-    rows = run.result.pop("rows")
-    assert rows == [1, 4, 16][: len(rows)] and rows
-    assert run.result == {"factors": True, "left": 0, "draws": True, "without room": True}
-
-
-@simulated
 def test_a_device_is_measured_and_nothing_of_that_stays():
     (run,) = simulate_ranks(uses.used, 1, "cuda", branches.measured)
     assert run.trace.defects == []

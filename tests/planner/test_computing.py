@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.planner.computing import ADDED, BACKWARD, FORWARD, HOOK, seconds_again, seconds_of
+from shoal.planner.computing import ADDED, BACKWARD, FORWARD, ON_ACCELERATOR, ON_CORES, seconds_again, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import WATCHED
 from shoal.planner.search import Search
@@ -36,7 +36,7 @@ def test_on_cores_each_parameter_has_its_hook():
         seconds_of(replace(own, tensors=tensors), Spread(), 1, BACKWARD, device, asked.numbers, False)
         for tensors in (2, 5)
     )
-    assert many - few == pytest.approx(3 * HOOK * 1e-3)
+    assert many - few == pytest.approx(3 * ON_CORES.hook * 1e-3)
 
 
 def test_on_an_accelerator_the_host_may_be_late_with_what_is_computed_again():
@@ -49,7 +49,7 @@ def test_on_an_accelerator_the_host_may_be_late_with_what_is_computed_again():
         device = replace(asked.cluster.hosts[0].device, launch=launch, streams=1.0, on_host=False)
         return seconds_again(own, Spread(), 1, FORWARD, 3, device, asked.numbers, False, back=back)
 
-    launches = 3 * calls + 2 * HOOK + 3 * calls  # backward and forward, hooks of gradients, of what is saved
+    launches = 3 * calls + 2 * ON_ACCELERATOR.hook + 3 * calls  # both ways, hooks of gradients and of what is saved
     assert again(0.0) == pytest.approx(1)
     assert again(1 / launches) == pytest.approx(1), "the device has 3 s to do"
     assert again(4 / launches) == pytest.approx(2), "the host launches for 4 s where the backward alone takes 2"

@@ -47,13 +47,6 @@ def _with_index(device: torch.device) -> torch.device:
     return device if module is None or device.index is not None else torch.device(device.type, module.current_device())
 
 
-def give_back_unused(device: torch.device) -> None:
-    """Gives other processes what torch's allocator keeps of `device` beside its tensors."""
-    module = backend(device)
-    if module is not None:
-        module.empty_cache()
-
-
 def asked_for(device: torch.device) -> tuple[int, int] | None:
     """In tensors now, and the most since `begin_most_asked_for` or `forget_most_allocated`, without what torch's
     allocator rounds up, where its module tells them apart."""

@@ -23,12 +23,27 @@ ATTENTION_REACHES = 0.75
 """The share of the products' rate that attention reaches."""
 CALLED = 20
 """Launches that a call of a compiled block takes beside its kernels, for guards and torch around it. Assumed."""
-ADDED, HOOK = 3, 2
-"""Times that memory has a gradient pass as it is added to a sum, and launches that a parameter's hook takes."""
-SELECTING, RECALLING = {True: 20, False: 7}, 6
-"""Launches that an operation of a block takes beside itself where torch asks in Python whether to keep what it gives
-(on a host's cores, whose launches are short, and on an accelerator), and where all of the block runs again: hooks of
-what is saved, and the block's second call. Measured."""
+ADDED = 3
+"""Times that memory has a gradient pass as it is added to a sum."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Launches that Python takes beside an operation's own: those of a parameter's hook; and of each operation of a
+    block where torch asks whether to keep what it gives, and where all of the block runs again: hooks of what is saved,
+    and the block's second call."""
+
+    hook: float
+    selecting: float
+    recalling: float
+
+
+ON_CORES, ON_ACCELERATOR = Asked(2, 20, 6), Asked(6, 4, 3)
+"""Measured, of GPTs; on an accelerator, each launch of which is longer, on one H200 with 124M and 350M parameters."""
+
+
+def asked_of(device: Device) -> Asked:
+    return ON_CORES if device.on_host else ON_ACCELERATOR
 
 
 @dataclass(frozen=True)
@@ -83,5 +98,5 @@ def _work_and_launches(
         moved += times.gradients * ADDED * numbers.gradient * part.trained.on(spread)
     work += moved / (device.bandwidth * device.streams)
     launches = max(times.products, times.rest) * calls.on(spread) + CALLED * compiled
-    launches += times.gradients * HOOK * part.tensors
+    launches += times.gradients * asked_of(device).hook * part.tensors
     return work, launches * device.launch

@@ -15,10 +15,9 @@ from shoal.planner.cluster import Device, Link, between
 from shoal.planner.computing import (
     BACKWARD,
     FORWARD,
-    RECALLING,
-    SELECTING,
     UNADDED,
     Times,
+    asked_of,
     seconds_again,
     seconds_of,
 )
@@ -196,8 +195,8 @@ class Prices:
             how = device, self.task.numbers, self.compiled and part.is_block
             return seconds_again(part, spread, rows, times, asked, *how, there, back)
 
-        some = math.fsum(again(part, Times(0, 0, 1), SELECTING[device.on_host]) for part in blocks)
-        full = math.fsum(again(part, Times(1 - part.spared, 1, 1), RECALLING) for part in blocks)
+        some = math.fsum(again(part, Times(0, 0, 1), asked_of(device).selecting) for part in blocks)
+        full = math.fsum(again(part, Times(1 - part.spared, 1, 1), asked_of(device).recalling) for part in blocks)
         return forward, backward, some, full
 
     def _spend(self, place: int, spread: Spread, rows: int) -> Spent:

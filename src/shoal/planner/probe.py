@@ -1,7 +1,8 @@
-"""What a small model's forward and backward take on this machine: a few microbatches of it are run for real, beside
-which what is counted (see computing) is off by a factor that the model's own operations decide.
+"""What a small model's forward and backward take on this machine's cores: a few microbatches of it are run for real,
+beside which what is counted (see computing) is off by a factor that the model's own operations decide.
 
 Of large models, whose products are large, what is counted is near, and running them would take long: they are not run.
+Nor is one on an accelerator: of few rows it shows how late the host launches, which says nothing of many.
 """
 
 from __future__ import annotations
@@ -22,16 +23,7 @@ import torch.distributed as dist
 
 from shoal.comm import World
 from shoal.comm.first import from_first
-from shoal.device import (
-    CPU,
-    any_device,
-    forget_most_allocated,
-    free_memory,
-    is_accelerator,
-    keep_generators,
-    synchronize,
-)
-from shoal.device.memory import give_back_unused
+from shoal.device import CPU, is_accelerator
 from shoal.module.build import without_values
 from shoal.module.random import host_draws
 from shoal.native.heap import keep_freed_memory
@@ -45,9 +37,7 @@ from shoal.training.loss import sums_of
 
 log = logging.getLogger(__name__)
 
-MOST_PARAMETERS, MOST_ON_ACCELERATOR = 3 * 10**7, 4 * 10**8
-ROOM = 4
-"""Times that an accelerator has room for the weights of a model that is run: for gradients, and for activations."""
+MOST_PARAMETERS = 3 * 10**7
 ENOUGH, TIMES = 0.3, 4
 """Seconds of a forward and backward after which no more rows are tried, and how many times as many are tried next."""
 ROUNDS = 6
@@ -71,27 +61,24 @@ class Timed(NamedTuple):
 def probe(subject: Subject, task: Task, settings: object = None, together: Sequence[Ran] = ()) -> Task:
     """Returns `task` with how many times longer than counted the model of `subject` takes, of microbatches of ever more
     rows until one takes ENOUGH seconds. As it is for a model that is large or does not run alone, where the task's
-    cluster is not this machine, and in a process group of torch's, of which a forward may call a collective.
+    cluster is not this machine's cores, and in a process group of torch's, of which a forward may call a collective.
 
     settings: what the model is made by, under which what it takes is kept; None for one that is not kept.
     together: what `run_together` returned, where these ranks have run it; else what it once kept for as many of them,
     else what a rank alone takes.
     """
-    cluster, own = task.cluster, task.cluster.hosts[0].device
-    place = CPU if own.on_host else any_device()
-    if not cluster.is_here or is_accelerator(place) is own.on_host or _meets_others():
+    cluster, large = task.cluster, task.profile.parameters > MOST_PARAMETERS
+    if large or _meets_others() or not cluster.is_here or not all(device.on_host for device in cluster.devices):
         return task
-    if task.profile.parameters > _most(subject, place):
-        return task
-    rows, threads = _tried(task.rows, task.microbatch), threads_of(place, cluster.per_host)
-    key_with = partial(_key, subject, place, rows, threads, settings)
-    shared = together or (_known(key_with(cluster.per_host)) if own.on_host and cluster.per_host > 1 else ())
-    if shared:
+    own = cluster.hosts[0].device
+    rows, threads = _tried(task.rows, task.microbatch), threads_of(CPU, cluster.per_host)
+    key_with = partial(_key, subject, rows, threads, settings)
+    if shared := together or (_known(key_with(cluster.per_host)) if cluster.per_host > 1 else ()):
         return replace(task, probed=_factors(shared, task, own.slower))
     ran = _known(key_with(1))
     if ran is None:
         log.info("running the model for a moment to time it, once a month")
-        ran = _run(subject, place, rows, threads, Alone())
+        ran = _run(subject, rows, threads, Alone())
         _keep(key_with(1), ran)
     return replace(task, probed=_factors(ran, task, own.crowd * own.slower))
 
@@ -109,7 +96,7 @@ def run_together(
         return ()
     per_host = math.gcd(world.local_size, world.size)  # as of the cluster that these ranks are
     tried, threads = _tried(rows, microbatch), threads_of(CPU, per_host)
-    key = _key(subject, CPU, tried, threads, settings, per_host)
+    key = _key(subject, tried, threads, settings, per_host)
 
     def known() -> tuple[Ran, ...] | None:
         none = per_host == 1 or is_accelerator(world.device) or _meets_others() or _is_large(subject)
@@ -119,16 +106,10 @@ def run_together(
     if told is not None:
         return tuple(Ran(*each) for each in told)
     log.info("running the model for a moment on all ranks to time it, once a month")
-    ran = _run(subject, CPU, tried, threads, Together(world))
+    ran = _run(subject, tried, threads, Together(world))
     if world.rank == 0:
         _keep(key, ran)
     return ran
-
-
-def _most(subject: Subject, place: torch.device) -> float:
-    """Parameters of the largest model that is run there."""
-    free = free_memory(place)
-    return MOST_PARAMETERS if free is None else min(MOST_ON_ACCELERATOR, free / ROOM / subject.precision.model.itemsize)
 
 
 def _is_large(subject: Subject) -> bool:
@@ -145,13 +126,11 @@ def _meets_others() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _key(
-    subject: Subject, place: torch.device, rows: Sequence[int], threads: int, settings: object, ranks: int
-) -> str | None:
+def _key(subject: Subject, rows: Sequence[int], threads: int, settings: object, ranks: int) -> str | None:
     """The key of what so many ranks that run at once take; None where nothing is kept."""
     if settings is None:
         return None
-    return key_of("ran", place, subject.precision.model, threads, ranks, name_of(settings, subject), *rows)
+    return key_of("ran", CPU, subject.precision.model, threads, ranks, name_of(settings, subject), *rows)
 
 
 def _known(key: str | None) -> tuple[Ran, ...] | None:
@@ -194,15 +173,12 @@ class Together:
         return [] if None in every else [[Timed(*each) for each in rounds] for rounds in every]
 
 
-def _run(
-    subject: Subject, place: torch.device, rows: Sequence[int], threads: int, how: Alone | Together
-) -> tuple[Ran, ...]:
-    before, found, timed = torch.get_num_threads(), list[Ran](), _Timer(subject, place)
+def _run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Together) -> tuple[Ran, ...]:
+    before, found, timed = torch.get_num_threads(), list[Ran](), _Timer(subject)
     torch.set_num_threads(threads)
-    if not is_accelerator(place):
-        keep_freed_memory()  # as of a rank
+    keep_freed_memory()  # as of a rank
     try:
-        with keep_generators([place]), host_draws(0):
+        with torch.random.fork_rng(devices=[]), host_draws(0):
             for number in rows:
                 if not (every := how.agreed(timed.rounds(number, how))):
                     why = timed.error or "on another rank"
@@ -213,17 +189,14 @@ def _run(
                     break
     finally:
         torch.set_num_threads(before)
-        del timed
-        give_back_unused(place)
-        forget_most_allocated(place)  # nothing of this is part of a run's peak
     return tuple(found)
 
 
 class _Timer:
-    """Runs a model of its own at a place. `error`: why it does not run; empty where it does."""
+    """Runs a model of its own. `error`: why it does not run; empty where it does."""
 
-    def __init__(self, subject: Subject, place: torch.device) -> None:
-        self._subject, self._place, self.error = subject, place, ""
+    def __init__(self, subject: Subject) -> None:
+        self._subject, self.error = subject, ""
         self._module: torch.nn.Module | None = None
 
     def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
@@ -241,17 +214,13 @@ class _Timer:
     def _round(self, rows: int) -> Timed:
         if self._module is None:
             own = deepcopy(self._subject.factory())  # may be the caller's own, to whom a forward is to do nothing
-            self._module = own.to(self._place, self._subject.precision.model).train()
-        sample = self._subject.sample.items()
-        given = {key: torch.stack([value] * rows).to(self._place) for key, value in sample}  # a loss may write to it
-        synchronize(self._place)
+            self._module = own.to(self._subject.precision.model).train()
+        given = {key: torch.stack([value] * rows) for key, value in self._subject.sample.items()}  # a loss may write
         began = time.perf_counter()
         sums = sums_of(self._subject.loss, self._module, given, ())
         total = sum(sums.aux.values(), sums.total)
-        synchronize(self._place)
         between = time.perf_counter()
         total.backward()
-        synchronize(self._place)
         ended = time.perf_counter()
         self._module.zero_grad()
         return Timed(between - began, ended - between)
