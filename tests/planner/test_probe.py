@@ -126,6 +126,17 @@ def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
     assert [rows for rows, *_ in probe(subject, task).probed] == [1]
 
 
+def test_of_a_slow_model_few_microbatches_are_run(monkeypatch):
+    subject, task = asked(Slow)
+    took, timer = [], module._Timer._round
+    monkeypatch.setattr(module._Timer, "_round", lambda self, rows: took.append(rows) or timer(self, rows))
+    assert probe(subject, task).probed and took == [2] * (1 + module.ROUNDS)
+    took.clear()
+    monkeypatch.setattr(module, "LONGEST", PAUSE / 2)
+    ((_, forward, _),) = probe(subject, task).probed
+    assert took == [2] and forward > 0
+
+
 class Real(Slow):
     """Fails where there are values."""
 

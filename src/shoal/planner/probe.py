@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 MOST_PARAMETERS = 3 * 10**7
 ENOUGH, TIMES = 0.3, 4
 """Seconds of a forward and backward after which no more rows are tried, and how many times as many are tried next."""
-ROUNDS = 6
+ROUNDS, LONGEST = 6, 2.0
+"""Microbatches of so many rows that are timed, and seconds after which no more are begun."""
 
 
 class Ran(NamedTuple):
@@ -149,8 +150,9 @@ def _keep(key: str | None, ran: Sequence[Ran]) -> None:
 class Alone:
     """How a rank runs a model that no other one runs meanwhile."""
 
-    def meet(self) -> None:
-        """Called before each timed run."""
+    def goes_on(self, own: bool) -> bool:
+        """Whether another microbatch is run; `own`: what this rank alone would say."""
+        return own
 
     def agreed(self, own: list[Timed] | None) -> list[list[Timed]]:
         """The times of all who run, of each a list of its rounds; none where one has failed, which gives None."""
@@ -163,9 +165,9 @@ class Together:
     def __init__(self, world: World) -> None:
         self._everyone = world.everyone
 
-    def meet(self) -> None:
-        """Waits for the others."""
-        self._everyone.barrier()
+    def goes_on(self, own: bool) -> bool:
+        """What the first rank says, once all are there. A collective call."""
+        return bool(self._everyone.all_gather_object(own)[0])
 
     def agreed(self, own: list[Timed] | None) -> list[list[Timed]]:
         """See `Alone`. A collective call."""
@@ -200,16 +202,21 @@ class _Timer:
         self._module: torch.nn.Module | None = None
 
     def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
-        """What each of ROUNDS microbatches of `rows` rows takes; None where one fails."""
-        taken = []
-        for _ in range(1 + ROUNDS):  # the first one is not timed
-            how.meet()  # also after an error: the others wait
-            if not self.error:
+        """What each of ROUNDS microbatches of `rows` rows takes, or of as many as begin within LONGEST; None where one
+        fails."""
+        began, taken = time.monotonic(), list[Timed]()
+
+        def may_begin() -> bool:
+            enough = len(taken) > ROUNDS or time.monotonic() - began > LONGEST
+            return not self.error and not (taken and enough)
+
+        while how.goes_on(may_begin()):
+            if not self.error:  # the others may not have met it
                 try:
                     taken.append(self._round(rows))
                 except Exception as error:  # somebody else's code, which may ask for other rows
                     self.error = f"{type(error).__name__}: {error}"
-        return None if self.error else taken[1:]
+        return None if self.error else taken[1:] or taken  # the first one warms up
 
     def _round(self, rows: int) -> Timed:
         if self._module is None:
