@@ -11,7 +11,7 @@ becomes the mean over microbatches if it is floating, else the largest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -26,12 +26,11 @@ from shoal.module.compiling import as_written
 
 
 @contextmanager
-def buffers_replaced(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Puts `values` in the place of the buffers of `root` that have their names, inside the context."""
+def replaced(values: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Puts values in the place of buffers, each given by the module that has it and its name there, inside the
+    context."""
     before = []
-    for name, value in values.items():
-        path, _, attribute = name.rpartition(".")
-        owner = root.get_submodule(path)
+    for owner, attribute, value in values:
         before.append((owner, attribute, owner._buffers[attribute]))
         owner._buffers[attribute] = value
     try:
@@ -39,6 +38,12 @@ def buffers_replaced(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[
     finally:
         for owner, attribute, buffer in reversed(before):  # a module with two names was replaced twice
             owner._buffers[attribute] = buffer
+
+
+def buffers_replaced(root: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Puts `values` in the place of the buffers of `root` that have their names, inside the context."""
+    places = ((*name.rpartition(".")[::2], value) for name, value in values.items())
+    return replaced([(root.get_submodule(path), attribute, value) for path, attribute, value in places])
 
 
 def buffers_untouched(root: nn.Module) -> AbstractContextManager[None]:

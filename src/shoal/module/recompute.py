@@ -30,11 +30,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserError, check_choice
 from shoal.module.block_inputs import BlockInputs
-from shoal.module.buffers import buffers_replaced
+from shoal.module.buffers import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
 from shoal.module.meter import Meter, in_functorch
 from shoal.module.random import host_draws, host_state
 from shoal.module.selective import SAVE, Contexts, keeping
+from shoal.module.stand_in import modules_here
 from shoal.plan import Option, check_parameters, option_name, option_parameters
 
 Again = Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
@@ -183,55 +184,77 @@ class _Block:
             if not self.flag or module is not self.module or not torch.is_grad_enabled() or in_functorch():
                 return run(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
+            failed = False
             found = self._buffers()
             given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
             draws = partial(host_draws, host_state())
             both = first, _Anew([draws, *makers, partial(self._as_found, found), given.found_again, second])
-            output = checkpoint(
-                lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
-            )
-            self._in_place = given.changed() | (self._in_place or set())
-            if found:
-                self._changing = self._changed(found) | (self._changing or set())
-                for name in found.keys() - self._changing:
-                    del found[name]
-            return output
+            try:
+                return checkpoint(
+                    lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
+                )
+            except Exception:
+                failed = True
+                raise
+            finally:  # also where a stage of a pipeline has left a forward in the middle of a block
+                if not failed:
+                    self._learn(given, found)
 
         self.module.forward = MethodType(recomputed, self.module)
 
+    def _learn(self, given: BlockInputs, found: dict[str, _Found]) -> None:
+        """Lets go of the copies of inputs and buffers that a first forward has left as they were."""
+        self._in_place = given.changed() | (self._in_place or set())
+        if found:
+            self._changing = self._changed(found) | (self._changing or set())
+            for name in found.keys() - self._changing:
+                del found[name]
+
     def _buffers(self) -> dict[str, _Found]:
         """Returns what all buffers are now: any may be changed for the first time in any forward."""
-        return {name: _Found(each, each.clone(), each._version) for name, each in self.module.named_buffers()}
+        places = [
+            (f"{name}.{key}".lstrip("."), owner, key, each)
+            for name, owner in modules_here(self.module)
+            for key, each in owner._buffers.items()
+            if each is not None
+        ]
+        copies = {id(each): each.clone() for *_, each in places}  # one may have two places
+        return {name: _Found(each, copies[id(each)], each._version, owner, key) for name, owner, key, each in places}
 
     def _changed(self, found: Mapping[str, _Found]) -> set[str]:
         """Returns the names of changed buffers: in the first forward by value, for a change by a kernel need not count
         as a version, and BatchNorm's in any."""
-        now = dict(self.module.named_buffers())
-        by_value = self._changing is None and not any(isinstance(buffer, FakeTensor) for buffer in now.values())
+        by_value = self._changing is None and not any(isinstance(each.buffer, FakeTensor) for each in found.values())
         changed = {
             name
-            for name, (buffer, copy, version) in found.items()
-            if now.get(name) is not buffer or buffer._version != version or (by_value and not torch.equal(buffer, copy))
+            for name, (buffer, copy, version, owner, key) in found.items()
+            if owner._buffers.get(key) is not buffer
+            or buffer._version != version
+            or (by_value and not torch.equal(buffer, copy))
         }
         return changed if by_value else changed | self._statistics()
 
     def _statistics(self) -> set[str]:
         """Returns the names of the buffers that BatchNorms change."""
-        layers = [(name, each) for name, each in self.module.named_modules() if isinstance(each, _BatchNorm)]
+        layers = [(name, each) for name, each in modules_here(self.module) if isinstance(each, _BatchNorm)]
         return {f"{name}.{key}".lstrip(".") for name, each in layers if each.training for key in each._buffers}
 
     def _as_found(self, found: Mapping[str, _Found]) -> AbstractContextManager[None]:
         """Gives buffers the values that the first forward found, inside the context."""
-        return buffers_replaced(self.module, {name: each.copy.clone() for name, each in found.items()})
+        values = {id(each.copy): each.copy.clone() for each in found.values()}
+        return replaced([(each.owner, each.key, values[id(each.copy)]) for each in found.values()])
 
 
 class _Found(NamedTuple):
-    """A buffer as a first forward found it: the tensor, a copy of its values, and its version."""
+    """A buffer as a first forward found it: the tensor, a copy of its values, its version, and where it is: `key` among
+    the buffers of `owner`."""
 
     buffer: Tensor
     copy: Tensor
     version: int
+    owner: nn.Module
+    key: str
 
 
 class _Anew(AbstractContextManager[None]):

@@ -64,6 +64,24 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit("", module)
 
 
+def modules_here(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields `module.named_modules()` with the parts of the stage that runs in place of their stand-ins, and without
+    those of other stages."""
+
+    def visit(name: str, each: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+        if isinstance(each, StandIn):
+            if not each.__dict__["_here"]:
+                return
+            each = each.__dict__["_part"]
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield name, each
+            for key, child in each.named_children():
+                yield from visit(f"{name}.{key}".lstrip("."), child, seen)
+
+    return visit("", module, set())
+
+
 @contextmanager
 def parts_in_place(module: nn.Module) -> Iterator[None]:
     """Has `module` look as before the cut into stages, inside the context; parts of other stages have no values."""

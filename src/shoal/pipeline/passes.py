@@ -107,11 +107,12 @@ class Pass(Calls):
         def tensor(leaf: int, shape: Shape) -> Tensor:
             value = Value(unit, call, leaf)
             if value in self.boxes:
-                return self.boxes[value].tensor
-            if value in self._values:
-                return self._values[value]
-            unused = shape.unused(self._device)
-            return unused.clone() if value in self._own.filled else unused
+                found = self.boxes[value].tensor
+            elif value in self._values:
+                found = self._values[value]
+            else:
+                found = shape.unused(self._device)
+            return found.clone() if value in self._own.filled else found  # a forward that runs again finds it as it was
 
         result, beside, behind = given.made(tensor)
         self._split.taps.replay(unit, beside)
