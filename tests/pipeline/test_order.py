@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from shoal.pipeline import units_of
@@ -92,3 +93,51 @@ def test_lists_that_a_loop_goes_through_side_by_side_take_turns(model: type[nn.M
 def test_lists_of_two_loops_come_one_after_the_other() -> None:
     found = [unit.name for unit in units_of(Apart())]
     assert found == ["norms.0", "norms.1", "layers.0", "layers.1", "layers.2", "head"]
+
+
+class Prompted(nn.Module):
+    """Puts a prompt before its tokens, if it has one, as prompt tuning of peft does: the table of tokens has two names,
+    and a model without a prompt comes first in the source."""
+
+    def __init__(self, prompted: bool = True) -> None:
+        super().__init__()
+        self.base, self.prompted = SideBySide(), prompted
+        self.prompt, self.words = nn.Linear(4, 4), self.base.norms[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.prompted:
+            with torch.enable_grad():
+                return self.base(x)
+        x = self.words(x)
+        return self.base(x + self.learned(x))
+
+    def learned(self, x: Tensor) -> Tensor:
+        return self.prompt(x)
+
+
+def test_a_way_that_ends_early_does_not_come_before_what_another_calls_first() -> None:
+    found = [unit.name for unit in units_of(Prompted())]
+    assert found == [
+        "base.norms.0",
+        "prompt",
+        "base.head",
+        "base.layers.0",
+        "base.layers.1",
+        "base.layers.2",
+        "base.norms.1",
+    ]
+
+
+class Early(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.beside = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.last(self.first(x))
+        return self.beside(self.first(self.last(x)))
+
+
+def test_of_two_ways_that_differ_the_first_counts() -> None:
+    assert [unit.name for unit in units_of(Early())] == ["first", "last", "beside"]

@@ -60,7 +60,9 @@ class _Uses(ast.NodeVisitor):
     """Collects in `found` the attributes `names` of self, in the order in which methods of the class `of` use them; in
     `beside` those of which a loop uses one item after the other, in the order of its body.
 
-    The target of a call comes after its arguments.
+    The target of a call comes after its arguments. What an `if` does that ends with a return (adapters without prompts)
+    and what comes behind it are two ways through a method: a child that only the second uses comes before those that it
+    uses later, also before those of the first.
     """
 
     def __init__(self, of: type, names: set[str]) -> None:
@@ -72,6 +74,7 @@ class _Uses(ast.NodeVisitor):
         self._items: dict[str, str] = {}  # the list of which a variable of the loops around is an item
         self._variables: set[str] = set()  # of the loops around
         self._turn: list[str] = []  # the lists of which the loop has used an item
+        self._ends: list[tuple[int, list[str]]] = []  # of the method: how many were found before an `if`, and its own
 
     def follow(self, method: str, among: Sequence[type] | None = None) -> None:
         """Visits a method once: that of the class, or of the first of `among` that has it."""
@@ -88,11 +91,30 @@ class _Uses(ast.NodeVisitor):
         except (OSError, TypeError, SyntaxError, ValueError):
             return  # made at run time: no source
         if isinstance(tree, ast.FunctionDef) and tree.args.args:
-            before = self._self, self._behind
-            self._self, self._behind = tree.args.args[0].arg, self._of[self._of.index(owner) + 1 :]
+            before = self._self, self._behind, self._ends
+            self._self, self._behind, self._ends = tree.args.args[0].arg, self._of[self._of.index(owner) + 1 :], []
             for statement in tree.body:
                 self.visit(statement)
-            self._self, self._behind = before
+            self._merge()
+            self._self, self._behind, self._ends = before
+
+    def _merge(self) -> None:
+        """Puts back what was found in ways that ended."""
+        for number, ended in reversed(self._ends):
+            self.found[number:] = _merged(ended, self.found[number:])
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        before, self._ends, number = self._ends, [], len(self.found)
+        for statement in node.body:
+            self.visit(statement)
+        if _returns(node.body):
+            self._merge()
+            self._ends = [(number, self.found[number:])]
+            del self.found[number:]
+        self._ends = [*before, *self._ends]
+        for statement in node.orelse:
+            self.visit(statement)
 
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords):
@@ -150,6 +172,20 @@ class _Uses(ast.NodeVisitor):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._self:
             return node.attr
         return None
+
+
+def _returns(statements: Sequence[ast.stmt]) -> bool:
+    last = statements[-1]
+    return isinstance(last, ast.Return) or (isinstance(last, ast.With) and _returns(last.body))
+
+
+def _merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """Returns `first` with those that `second` alone has: before the ones that come later there, else last."""
+    found = list(first)
+    for place, name in enumerate(second):
+        if name not in found:
+            found.insert(min((found.index(each) for each in second[place:] if each in found), default=len(found)), name)
+    return found
 
 
 def _side_by_side(loop: ast.For) -> tuple[ast.expr, list[ast.expr]]:

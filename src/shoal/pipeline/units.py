@@ -48,13 +48,16 @@ def units_of(module: nn.Module) -> list[Unit]:
     repeated = {id(block) for block in _blocks(module)}
     found: list[Unit] = []
     seen: set[int] = set()
+    names = {id(each): name for name, each in module.named_modules()}  # of one with several, the first
+    inside = tuple(f"{names[each]}." for each in repeated)
 
     def visit(name: str, part: nn.Module) -> None:
         if id(part) in seen:
             return  # registered under another name too
         seen.add(id(part))
         if id(part) in repeated or _is_part(part, repeated):
-            found.append(Unit(name, part, _work(part), id(part) in repeated))
+            first = names[id(part)]
+            found.append(Unit(name if first.startswith(inside) else first, part, _work(part), id(part) in repeated))
             return
         for key, child in children_as_called(part):
             visit(f"{name}.{key}".lstrip("."), child)
