@@ -114,7 +114,7 @@ def _fill(module: nn.Module, draw: torch.Generator, dtype: torch.dtype) -> None:
         for key, each in owner._parameters.items():
             if each is not None and id(each) not in made:
                 value = torch.randn(each.shape, generator=draw, dtype=dtype)
-                value = value / max(1, each.numel() // each.shape[0]) ** 0.5 if each.dim() > 1 else 1 + value / 4
+                value = value / max(1, each.shape[1:].numel()) ** 0.5 if each.dim() > 1 else 1 + value / 4
                 made[id(each)] = nn.Parameter(value, requires_grad=each.requires_grad)
             if each is not None:
                 owner._parameters[key] = made[id(each)]
@@ -207,7 +207,10 @@ def _worst(wanted: Ran, found: Ran, unit: Unit, layouts: Mapping[str, Layout], r
         for name, one in wanted.parameters.items()
         if one is not None and (other := found.parameters.get(name)) is not None
     ]
-    largest = [max([1e-9, *(float(one.abs().max()) for _, of, one, _ in pairs if of == kind)]) for kind in range(3)]
+    largest = [
+        max([1e-9, *(float(one.abs().max()) for _, of, one, _ in pairs if of == kind and one.numel())])
+        for kind in range(3)
+    ]
     differences = [
         (float((one - other).abs().max()) / max(float(one.abs().max()), 1e-3 * largest[kind]), what)
         if one.shape == other.shape
