@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ def _check_values(total: Any, module: nn.Module, microbatch: Mapping[str, Tensor
     """Raises UserError for a loss that is made of a tensor without values, though nothing that was given is."""
     if not isinstance(total, FakeTensor):
         return
-    if not any(isinstance(each, FakeTensor) for each in (*microbatch.values(), *module.parameters())):
+    given = chain(microbatch.values(), module.parameters())  # a dry run counts what it is asked for as used
+    if not any(isinstance(each, FakeTensor) for each in given):
         raise UserError(
             "the forward takes a tensor from outside of the model that has no values: code of the model has kept it "
             "from a run without values (the model is built and traced so): keep it in a buffer of the module, or in "
