@@ -127,7 +127,9 @@ class RunningStatistics:
     def _found(self, device: torch.device) -> _Tables:
         momenta = tuple(layer.momentum for layer in self._layers)
         if self._tables.layers.device != device or self._tables.momenta != momenta:
-            layers = torch.repeat_interleave(torch.tensor(self._sizes()).view(-1, 2).sum(1))
+            sizes = self._sizes()
+            of_layers = torch.tensor(sizes).view(-1, 2).sum(1)
+            layers = torch.repeat_interleave(of_layers, output_size=sum(sizes))  # which a dry run cannot read there
             sums = torch.tensor([momentum is None for momentum in momenta])[layers].to(device)
             left = torch.tensor([1.0 - (momentum or 0.0) for momentum in momenta], dtype=torch.float64)
             self._tables = _Tables(layers.to(device), left.to(device), sums if None in momenta else None, momenta)
