@@ -57,9 +57,10 @@ def watched() -> Iterator[list[tuple[int, int] | None]]:
     """What the allocator says each time before it forgets."""
     seen: list[tuple[int, int] | None] = []
 
-    def forget(device: torch.device) -> None:
+    def forget(device: torch.device) -> tuple[int, int] | None:
         seen.append(asked_for(device))
         torch.accelerator.reset_peak_memory_stats(device)
+        return seen[-1]
 
     with patch("shoal.chunks.tier.begin_most_asked_for", forget):
         yield seen

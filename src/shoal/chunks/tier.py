@@ -153,9 +153,8 @@ class Tier:
         begin_most_asked_for(self.device)
 
     def _note_others(self) -> None:
-        asked = asked_for(self.device)  # rounded figures would change with what is in memory beside
+        asked = begin_most_asked_for(self.device)  # rounded figures would change with what is in memory beside
         self._others = max(self._others, (self.used if asked is None else asked[1]) - self.held.get(MOVING, 0))
-        begin_most_asked_for(self.device)
 
     def take(self, role: str, size: int, what: str = "") -> None:
         """Books `size` bytes; BudgetExceeded, naming `what`, if they do not fit."""

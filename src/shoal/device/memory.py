@@ -3,6 +3,8 @@ is the host's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,12 +36,15 @@ def forget_most_allocated(device: torch.device) -> None:
         _most.pop(_with_index(device), None)
 
 
-def begin_most_asked_for(device: torch.device) -> None:
-    """Begins the most of `asked_for` anew, with what is allocated now. `most_allocated` goes on."""
-    module, most = backend(device), most_allocated(device)
-    if module is not None and most is not None:
-        _most[_with_index(device)] = most
-        module.reset_peak_memory_stats(device)
+def begin_most_asked_for(device: torch.device) -> tuple[int, int] | None:
+    """Returns `asked_for`, and begins its most anew, with what is allocated now. `most_allocated` goes on."""
+    module = backend(device)
+    if module is None:
+        return None
+    stats, key = module.memory_stats(device), _with_index(device)
+    _most[key] = max(_most.get(key, 0), stats.get("allocated_bytes.all.peak", 0))
+    module.reset_peak_memory_stats(device)
+    return _asked_for(stats)
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -51,9 +56,10 @@ def asked_for(device: torch.device) -> tuple[int, int] | None:
     """In tensors now, and the most since `begin_most_asked_for` or `forget_most_allocated`, without what torch's
     allocator rounds up, where its module tells them apart."""
     module = backend(device)
-    if module is None:
-        return None
-    stats = module.memory_stats(device)
+    return None if module is None else _asked_for(module.memory_stats(device))
+
+
+def _asked_for(stats: Mapping[str, int]) -> tuple[int, int]:
     kind = "requested_bytes" if "requested_bytes.all.peak" in stats else "allocated_bytes"
     return stats.get(f"{kind}.all.current", 0), stats.get(f"{kind}.all.peak", 0)
 

@@ -13,7 +13,7 @@ from shoal import units
 from shoal.comm import Reaches, World
 from shoal.device import any_device
 from shoal.errors import UserError, in_section
-from shoal.jobs.answer import Chosen, dry, ran_together, task_of
+from shoal.jobs.answer import Chosen, dry, task_of
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, under
 from shoal.jobs.gain import SHARE
@@ -65,11 +65,6 @@ def _why(chosen: Chosen) -> str:
     plan = other.choice.plan(chosen.task.pins).to_dict()
     rows = f", microbatch = {other.choice.microbatch}" if chosen.task.microbatch is None else ""
     return f"{said}; next best: {spoken(plan)}{rows} with {units.duration(other.seconds)}"
-
-
-def run_on_ranks(settled: Settled, world: World) -> None:
-    """Has all ranks run the model at once, if it is small, and keeps what it takes for `answer`. A collective call."""
-    ran_together(settled, world, keeps_microbatch(settled))
 
 
 def stays(settled: Settled, cluster: Cluster) -> str | None:

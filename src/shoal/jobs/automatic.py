@@ -47,11 +47,12 @@ def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
             return settled
         if (why := _why_not_searched(settled, world)) is not None:
             return replace(settled, why=why)
-    from shoal.jobs.asking import answer, cluster_of_ranks, run_on_ranks
+    from shoal.jobs.answer import ran_together
+    from shoal.jobs.asking import answer, cluster_of_ranks, keeps_microbatch
 
     groups = groups_of(world)
     if runs:
-        run_on_ranks(settled, world)
+        ran_together(settled, world, keeps_microbatch(settled))
 
     def ask() -> list[Any]:
         cluster = cluster_of_ranks(settled, world, groups)
