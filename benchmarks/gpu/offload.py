@@ -144,12 +144,9 @@ def of_engine(config: GPTConfig, batch: int, device: str, memory: Any, steps: in
     """A row of the table; of a budget that is too small, with the smallest that would do."""
     clear(device)
     running = engine(partial(GPT, config), batch, device, memory)
-    most = 0
 
     def step() -> None:
-        nonlocal most
         running.step(next(batches))
-        most = max(most, peak(device, running))
 
     batches = running.batches(rows(config.vocab_size, config.sequence, batch * 4))
     executor = running.parts.gather.executor if running.parts.gather else None
@@ -160,7 +157,8 @@ def of_engine(config: GPTConfig, batch: int, device: str, memory: Any, steps: in
         synchronise(device)
         came, _ = (executor.bytes_in, executor.stalled_ms()) if executor else (0, 0)
         ms = timed(step, device, steps)
-        row: dict[str, Any] = {"ms": ms, "peak": most, "tokens_per_second": batch * config.sequence / ms * 1e3}
+        row: dict[str, Any] = {"ms": ms, "peak": peak(device, running)}
+        row["tokens_per_second"] = batch * config.sequence / ms * 1e3
         if executor:
             row["moved"] = (executor.bytes_in - came) // (steps + WARM_UP)
             row["planned"] = fetched(executor.recorded[1], executor.sizes)
