@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.comm import Group, Lane
 from shoal.comm.silent import Silent
+from shoal.errors import UserError
 from shoal.module.random import attention
 from shoal.parallel.context import Context, Parts
 from shoal.parallel.context.parts import _between
@@ -156,3 +158,16 @@ def test_attention_over_shared_rows_is_that_over_whole_ones(kind, size, kv_heads
 def test_values_may_be_narrower_or_wider_than_keys(kind, width):
     for off, _ in run_ranks(shared, 2, kind, True, False, 4, torch.float64, width):
         assert off < BOUNDS[torch.float64]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mask_that_is_learned_is_refused_though_it_begins_as_none(size):
+    """Zeros let all tokens see each other: taken for such a mask, it would never be trained."""
+    here = context(size, 0, False)
+    own = here.cut({"input_ids": torch.zeros(1, 4 * size, dtype=torch.int64)})["input_ids"].shape[1]
+    q = torch.zeros(1, size, own, 2)
+    bias = nn.Parameter(torch.zeros(size, own, own))
+    with pytest.raises(UserError, match="computes or learns .* take plan.cp = 1"):
+        here.attend(q, q, q, bias)
+    with FakeTensorMode() as fake, pytest.raises(UserError, match="computes or learns"):
+        here.attend(q, q, q, fake.from_tensor(bias))

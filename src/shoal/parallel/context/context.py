@@ -36,7 +36,7 @@ from shoal.parallel.context.asked import (
     in_order,
     positions_of,
 )
-from shoal.parallel.context.documents import documents_of, is_causal_mask, stretches, window_of
+from shoal.parallel.context.documents import check_learned, documents_of, is_causal_mask, stretches, window_of
 from shoal.parallel.context.neighbours import Neighbours
 from shoal.parallel.context.ring import Ring, of_one_width, ring_attention
 
@@ -285,6 +285,7 @@ class Context:
         other."""
         if self._known is not None and self._known[0] is mask:
             return self._known[1]
+        check_learned(mask, self.size)
         if isinstance(mask, FakeTensor):
             return True  # in a dry run nothing has values
         documents = self._documents

@@ -43,6 +43,16 @@ def stretches(positions: Tensor) -> Tensor:
     return begins.cumsum(1)
 
 
+def check_learned(mask: Tensor, ranks: int) -> None:
+    """Raises UserError for a `mask` that is trained, as a bias by distance is: whatever its values are, it is no mask,
+    and, all zeros as it may begin, would be taken for one of a document, and never trained."""
+    if mask.requires_grad:
+        raise UserError(
+            f"plan.cp = {ranks}: attention adds what the model computes or learns {tuple(mask.shape)} to its scores, "
+            "which cannot be cut by tokens: take plan.cp = 1"
+        )
+
+
 def is_causal_mask(mask: Tensor, documents: Tensor, begins: Tensor, ranks: int) -> bool:
     """Returns whether a model's `mask` of a rank's tokens is causal; false if all tokens of a document see each other.
 
@@ -60,5 +70,5 @@ def is_causal_mask(mask: Tensor, documents: Tensor, begins: Tensor, ranks: int) 
             return causal
     raise UserError(
         f"plan.cp = {ranks}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of documents "
-        "(document_ids) cannot be cut by tokens"
+        "(document_ids) cannot be cut by tokens: take plan.cp = 1"
     )
