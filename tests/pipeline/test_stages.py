@@ -421,6 +421,43 @@ def test_models_of_transformers_come_in_the_order_of_their_plan():
     ]
 
 
+class Projected(nn.Module):
+    """A base model whose plan leaves out a projection that its forward calls before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.project = nn.Linear(8, 8)
+        self.config = SimpleNamespace(base_model_pp_plan={"embed": (), "blocks": (), "norm": ()})
+
+    def forward(self, ids):
+        h = self.project(self.embed(ids))
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h)
+
+
+class OutOfOrder(Projected):
+    """Its source does not show what it calls first."""
+
+    def forward(self, ids):
+        last, calls = self.norm, [self.embed, self.project, *self.blocks]
+        for call in calls:
+            ids = call(ids)
+        return last(ids)
+
+
+def test_a_plan_of_transformers_decides_only_where_the_source_contradicts_it():
+    def names(model):
+        model.__dict__["base_model"] = model  # as a property, not as a child
+        return [unit.name for unit in units_of(model)]
+
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(Projected()) == ["embed", "project", *blocks, "norm"]
+    assert names(OutOfOrder()) == ["embed", *blocks, "norm", "project"]
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "more", "message"),
     [

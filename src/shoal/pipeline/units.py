@@ -201,8 +201,9 @@ def _work(part: nn.Module) -> int:
 
 
 def _as_planned(module: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Returns units in the order of a `transformers` model's own pipeline plan; those that it does not name (a head)
-    last."""
+    """Returns units in the order of a `transformers` model's own pipeline plan, and those that it does not name (a
+    head) last; as they are where their order says the same of all that it names, since it says more of the others (a
+    projection of embeddings, which comes before the blocks)."""
     base = getattr(module, "base_model", None)
     plan = list(getattr(getattr(module, "config", None), "base_model_pp_plan", None) or ())
     if not isinstance(base, nn.Module) or not plan:
@@ -214,4 +215,5 @@ def _as_planned(module: nn.Module, units: list[Unit]) -> list[Unit]:
         named = [number for number, name in enumerate(plan) if inside == name or inside.startswith(f"{name}.")]
         return named[0] if named else len(plan)
 
-    return sorted(units, key=place)
+    known = [at for at in map(place, units) if at < len(plan)]
+    return units if known == sorted(known) else sorted(units, key=place)
