@@ -125,6 +125,12 @@ def test_a_pinned_shard_is_of_each_candidate(pins: dict[str, Any], dp: set[int])
         search(task(pins={"shard": 3}))
 
 
+def test_more_stages_than_blocks_are_refused_with_the_most_that_there_can_be() -> None:
+    blocks = task().profile.blocks
+    with pytest.raises(UserError, match=rf"no degrees fit .* cut into {blocks} stages at most, .*: take pp = {blocks}$"):
+        search(task(pins={"pp": 8}))
+
+
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(UserError, match=r"no plan fits: the one that needs least, .* may use 7.36 MiB\. Take"):
         search(task(on=cluster(memory=8 * MIB)))
