@@ -26,26 +26,27 @@ def check_model(module: nn.Module, ranks: int) -> None:
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise UserError(
             f"plan.cp = {ranks}: the forward of {type(module).__name__} takes no position_ids, so it cannot "
-            "know which tokens of a row it has"
+            "know which tokens of a row it has: take plan.cp = 1, or a model that takes them"
         )
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase | nn.modules.conv._ConvNd):
             raise UserError(
                 f"plan.cp = {ranks}: {name} ({type(part).__name__}) looks at neighbouring tokens, of which a "
-                "rank has a part: only attention brings them together"
+                "rank has a part, and only attention brings them together: take plan.cp = 1"
             )
     config = getattr(module, "config", None)
     kind = getattr(config, "_attn_implementation", "sdpa")
     if kind != "sdpa":
         raise UserError(
             f'plan.cp = {ranks}: attention of {type(module).__name__} is computed as "{kind}", which sees this '
-            'rank\'s tokens alone; "sdpa" is needed'
+            'rank\'s tokens alone: build it with attn_implementation="sdpa", or take plan.cp = 1'
         )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
     if other:
         raise UserError(
             f"plan.cp = {ranks}: {type(module).__name__} has layers of kind {', '.join(other)} (config.layer_types), "
-            "in which a token sees those before it, of which a rank has a part: only attention brings them together"
+            "in which a token sees those before it, of which a rank has a part, and only attention brings them "
+            "together: take plan.cp = 1"
         )
     if getattr(config, "token_dropout", False):
         raise UserError(
@@ -120,7 +121,8 @@ def check_attended(calls: Sequence[bool], ranks: int) -> None:
     if not calls:
         raise UserError(
             f"plan.cp = {ranks}: the model called no torch.nn.functional.scaled_dot_product_attention (by that name, "
-            "so that it can be stood in for), and other ways from token to token see one rank's tokens alone"
+            "so that it can be stood in for), and other ways from token to token see one rank's tokens alone: take "
+            "plan.cp = 1"
         )
 
 

@@ -146,7 +146,8 @@ class Context:
         check_tokens(T, pieces, self.size)
         if self._window is not None and self._window < T:
             raise UserError(
-                f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many"
+                f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many, or "
+                "plan.cp = 1"
             )
         self.check_padding(microbatch)
         for key in ("labels", "targets"):
