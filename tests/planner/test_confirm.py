@@ -3,6 +3,8 @@ decide what is computed, and where a row alone has no statistics."""
 
 from __future__ import annotations
 
+import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from shoal import Plan, auto_plan
+from shoal import Engine, Plan, auto_plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from shoal.planner.cluster import Cluster, Device, Host, Link
@@ -184,3 +186,25 @@ def test_a_model_whose_buffers_replicas_cannot_keep_has_one_replica() -> None:
         with pytest.raises(UserError, match=said):
             simulate_world(2, asked, pins, Spectral, 4)
     assert [plan.dp for plan in simulate_world(2, averaged, {"tp": 1, "pp": 1})] == [2, 2]
+
+
+def trained(world: Any, plan: Plan, microbatch: int) -> float:
+    rows = [{"inputs": torch.randn(16), "targets": torch.zeros(16)} for _ in range(8)]
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    engine = Engine(Twice, squares, adamw, plan, global_batch=8, microbatch=microbatch, world=world)
+    try:
+        return float(engine.step(next(engine.batches(rows))).loss)
+    finally:
+        engine.close()
+
+
+def test_a_budget_that_is_too_small_is_refused_with_one_that_does() -> None:
+    pins: dict[str, Any] = {"dp": 2, "zero": 3, "memory": {"device": "8KiB"}}
+    with pytest.raises(UserError, match=r"memory.device = 8.00 KiB is too little: take .* at least") as refusal:
+        simulate_world(2, asked, pins)
+    given = re.search(r"take ([\d.]+ KiB) at least", str(refusal.value))
+    assert given is not None
+    pins["memory"] = {"device": given[1]}
+    plan, rows = simulate_world(2, answered, pins)[0]
+    assert plan.memory == pins["memory"]
+    assert all(math.isfinite(loss) for loss in simulate_world(2, trained, plan, rows))

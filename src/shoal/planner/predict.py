@@ -75,9 +75,15 @@ class Prediction:
         return min(fit.free for fit in self.fits)
 
     def lacking(self, most: float) -> str:
-        """Says what is too much, where a rank needs more than `most` bytes of its device, or ranks more than their host
-        has; else "". Without a GPU the device is a part of the host's memory."""
+        """Says what is too much, where a rank needs more than `most` bytes of its device, or than `plan.memory.device`,
+        or ranks more than their host has; else "". Without a GPU the device is a part of the host's memory, and no
+        other microbatch helps a budget: it holds weights and gradients alone."""
         fits, nbytes = {fit.memory: fit for fit in self.fits}, self.need.total("device")
+        if BUDGET in fits and fits[BUDGET].free < 0:
+            least, given = units.enough(fits[BUDGET].needed), units.size(fits[BUDGET].available)
+            if GPU in fits:
+                return f"a dry run counts {least}, more than {BUDGET} = {given}"
+            return f"{BUDGET} = {given} is too little: take {least} at least"
         if GPU not in fits:
             nbytes += self.need.total("host")
         elif fits[HOST].free < 0:
