@@ -167,7 +167,7 @@ def test_a_mask_that_is_learned_is_refused_though_it_begins_as_none(size):
     own = here.cut({"input_ids": torch.zeros(1, 4 * size, dtype=torch.int64)})["input_ids"].shape[1]
     q = torch.zeros(1, size, own, 2)
     bias = nn.Parameter(torch.zeros(size, own, own))
-    with pytest.raises(UserError, match="computes or learns .* take plan.cp = 1"):
+    with pytest.raises(UserError, match=r"computes or learns .* take plan.cp = 1"):
         here.attend(q, q, q, bias)
     with FakeTensorMode() as fake, pytest.raises(UserError, match="computes or learns"):
         here.attend(q, q, q, fake.from_tensor(bias))

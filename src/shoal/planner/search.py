@@ -173,8 +173,8 @@ def _no_degrees(task: Task) -> str:
     asked = [what for field, what in PINS.items() if task.pins.get(field, 1) != 1]
     ways = ["ring" if what == "tokens" and context == "ring" else what for what in asked]
     whys = dict.fromkeys(filter(None, (task.profile.refused.get(what) for what in ways)))
-    if (stages := task.pins.get("pp", 1)) > (most := len(grouped(task.profile.parts))):
-        whys[f"the model can be cut into {most} stages at most, one for each block that it has: take pp = {most}"] = None
+    if task.pins.get("pp", 1) > (most := len(grouped(task.profile.parts))):
+        whys[f"the model can be cut into {most} stages at most, one for each of its blocks: take pp = {most}"] = None
     remedy = "; ".join(whys) or f"{'free a pin, or ' if pinned else ''}take another number of devices"
     if not whys and {"stages", "schedule"} & set(task.pins):
         remedy = f"stages are plan.pp times the chunks of the schedule, each of a block at least; {remedy}"
