@@ -170,10 +170,11 @@ def search(task: Task) -> Found:
 
 def _no_degrees(task: Task) -> str:
     pinned, context = spoken(task.pins), task.pins.get("context")
-    asked = [what for field, what in PINS.items() if task.pins.get(field, 1) != 1]
+    degrees = {what: task.pins.get(field, 1) for field, what in PINS.items()}
+    asked = [what for what, degree in degrees.items() if degree != 1]
     ways = ["ring" if what == "tokens" and context == "ring" else what for what in asked]
     whys = dict.fromkeys(filter(None, (task.profile.refused.get(what) for what in ways)))
-    if task.pins.get("pp", 1) > (most := len(grouped(task.profile.parts))):
+    if degrees["stages"] > (most := len(grouped(task.profile.parts))):
         whys[f"the model can be cut into {most} stages at most, one for each of its blocks: take pp = {most}"] = None
     remedy = "; ".join(whys) or f"{'free a pin, or ' if pinned else ''}take another number of devices"
     if not whys and {"stages", "schedule"} & set(task.pins):
