@@ -187,7 +187,10 @@ class _Living(TorchDispatchMode):
 def _tensors(values: Any) -> Iterator[Tensor]:
     """Yields the tensors of an operation's arguments or results."""
     if isinstance(values, Tensor):
-        yield values
+        if values.layout is torch.sparse_coo:  # rows of an embedding's gradient
+            yield from (values._indices(), values._values())
+        else:
+            yield values
     elif isinstance(values, list | tuple | Mapping):
         for each in values.values() if isinstance(values, Mapping) else values:
             yield from _tensors(each)
