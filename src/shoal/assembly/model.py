@@ -32,6 +32,7 @@ from shoal.module.compiling import (
 )
 from shoal.module.random import Randomness, attention
 from shoal.module.recompute import Recompute, without_caches
+from shoal.module.scripted import check_scripted
 from shoal.native.heap import keep_freed_memory
 from shoal.optim.groups import GroupRule, ParamGroups, group_options
 from shoal.parallel.axis import Axis
@@ -155,6 +156,7 @@ def localize(
     if sync_bn:
         synchronise(module, ranks.group("samples", "batchnorm"))
     check_dropout(dropout)
+    check_scripted(module, plan.replicas)
     attend = None if parallelized.context is None else parallelized.context.attend
     randomness = Randomness(seed, world.device, parallelized.parts, attend, keyed=dropout == "keyed")
     if randomness.keyed:

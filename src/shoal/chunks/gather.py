@@ -31,6 +31,7 @@ from shoal.chunks.tier import Tier
 from shoal.chunks.weakly import weakly
 from shoal.errors import UserError
 from shoal.module.record import storage_of
+from shoal.module.scripted import is_scripted, scripted_parts
 
 
 class Gather:
@@ -73,6 +74,7 @@ class Gather:
             return self._names.get(id(kept)) or lies_in.get(storage_of(kept), "")
 
         closed = {id(inner) for outer in together for inner in outer.modules() if inner is not outer}
+        closed |= {id(inner) for part in scripted_parts(module).values() for inner in part.modules()}
         for each in module.modules():
             if id(each) in closed:
                 continue
@@ -80,6 +82,7 @@ class Gather:
             needs = {self._names[id(p)] for p in each.parameters(recurse=as_one)} & self._index.keys()
             runs_alone = as_one or all(child is each for child in each.modules())
             kept = {whose(leaf) for inner in (each.modules() if as_one else [each]) for leaf in attributes(inner)}
+            kept |= {self._names[id(p)] for child in each.children() if is_scripted(child) for p in child.parameters()}
             self._needs[each] = (needs if runs_alone else set()) | (kept & self._index.keys())
             each.register_forward_pre_hook(self._enter, prepend=True)
             each.register_forward_hook(self._leave, always_call=True)

@@ -34,8 +34,8 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch
     return [
         (part, part.weight)
         for part in module.modules()
-        if type(part).forward is nn.Embedding.forward
-        and isinstance(part, nn.Embedding)
+        if isinstance(part, nn.Embedding)
+        and type(part).forward is nn.Embedding.forward
         and not (part.sparse or part.scale_grad_by_freq or part.max_norm is not None or id(part) in inside)
         and owners[id(part.weight)] == 1
     ]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +41,7 @@ from shoal.module.record import (
     span_of,
     storage_of,
 )
+from shoal.module.scripted import is_scripted
 
 HIDDEN = "it keeps modules that are not registered"
 """Why a model cannot be made on fake tensors."""
@@ -87,6 +89,12 @@ def build_blank(factory: Callable[[], nn.Module]) -> Built:
 
 
 def _checked(built: Built) -> Built:
+    if is_scripted(built.module):
+        raise UserError(
+            "the model is a module of torch.jit as a whole, which takes no hooks: keep it in a module of your own "
+            "(self.inner = scripted) and call it in that one's forward, or give the module that it was made of"
+        )
+    _check_shapes(built.module)
     for name, parameter in built.module.named_parameters():
         if parameter.is_complex():
             raise UserError(
@@ -100,6 +108,16 @@ def _checked(built: Built) -> Built:
             "making them one parameter (head.weight = embedding.weight, without .data), or clone one of them"
         )
     return built
+
+
+def _check_shapes(module: nn.Module) -> None:
+    for name, each in _named_tensors(module):
+        if is_lazy(each):
+            raise UserError(
+                f"{name} has no shape yet: its layer is a lazy one (nn.LazyLinear and the like), which takes it from a "
+                "first input. Give sizes (nn.Linear), or run the model once on a row of data in the factory, before it "
+                "is returned"
+            )
 
 
 def _in_one_place(module: nn.Module) -> tuple[str, str] | None:
@@ -117,11 +135,14 @@ def _in_one_place(module: nn.Module) -> tuple[str, str] | None:
 
 
 def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
-    """Makes a model on the meta device; None where it cannot be made without values."""
+    """Makes a model on the meta device; None where it cannot be made without values. Raises UserError for lazy
+    layers."""
     try:
-        return on_meta(factory)
+        made = on_meta(factory)
     except (NotImplementedError, RuntimeError, ValueError, TypeError):
         return None
+    _check_shapes(made)
+    return made
 
 
 def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def _is_kept(leaf: Tensor, part: nn.Module) -> bool:
     left."""
     storage = leaf.untyped_storage()._cdata
     tables: list[dict[str, Any]] = [table for each in part.modules() for table in (each._parameters, each._buffers)]
-    kept = (value for table in tables for value in dict.values(table))  # asked for, they would come
+    kept = (value for table in tables for value in _values(table))
     return any(value is not None and storage == value.untyped_storage()._cdata for value in kept)
 
 
@@ -149,3 +149,8 @@ class Again:
 
     def elsewhere(self, unit: int) -> Any:
         return self._before.again(unit)
+
+
+def _values(table: Any) -> Iterable[Tensor | None]:
+    """Returns what a module keeps in `table`. Weights that are gathered would come if they were asked for there."""
+    return dict.values(table) if isinstance(table, dict) else table.values()

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.errors import UserError, did_you_mean
 from shoal.module.compiling import blocks, recomputable
+from shoal.module.scripted import is_scripted
 from shoal.pipeline.balance import balance
 from shoal.pipeline.order import children_as_called
 
@@ -55,7 +56,7 @@ def units_of(module: nn.Module) -> list[Unit]:
         if id(part) in seen:
             return  # registered under another name too
         seen.add(id(part))
-        if id(part) in repeated or _is_part(part, repeated):
+        if id(part) in repeated or _is_part(part, repeated) or is_scripted(part):
             first = names[id(part)]
             found.append(Unit(name if first.startswith(inside) else first, part, _work(part), id(part) in repeated))
             return
@@ -186,7 +187,7 @@ def _is_part(part: nn.Module, repeated: Collection[int]) -> bool:
 
 
 def _has_state(part: nn.Module) -> bool:
-    persistent = part._buffers.keys() - part._non_persistent_buffers_set
+    persistent = set(part._buffers.keys()) - set(part._non_persistent_buffers_set)  # lists, of torch.jit
     return any(True for _ in part.parameters(recurse=False)) or bool(persistent)
 
 

@@ -26,6 +26,7 @@ from shoal.errors import UserError
 from shoal.models.moe import Router
 from shoal.module.random.functional import keyed_functional, torch_dropout
 from shoal.module.random.philox import SIGN, DropByKey, mix, name_key
+from shoal.module.scripted import drawn_by, scripted_parts
 
 _FEW = 4
 """Stretches up to which each is drawn by itself; where there are more, at even distances, the gaps are drawn too."""
@@ -189,7 +190,14 @@ class Randomness:
         Raises UserError for layers whose draws cannot be keyed.
         """
         inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+        scripted = scripted_parts(root)
+        inside |= {id(part) for outer in scripted.values() for part in outer.modules()}
         for name, module in list(root.named_modules()):
+            if name in scripted and (drawing := drawn_by(module)):
+                raise UserError(
+                    f"{name} is a module of torch.jit and draws ({drawing}), which cannot be keyed by sample: give the "
+                    'module that it was made of, or set dropout = "fused" (depends on the plan)'
+                )
             if isinstance(module, Router):
                 module.stream = partial(self.stream, name)
             where = name or "the model"
