@@ -32,6 +32,7 @@ from shoal.precision import LossScale
 from shoal.training.clip import ClipSettings
 from shoal.training.effects import Effects
 from shoal.training.forward import Forward
+from shoal.training.intact import Intact
 from shoal.training.microbatches import Dealing, no_fixed_cut, partners_in
 from shoal.training.no_flush import Delays, NoFlushRunner
 from shoal.training.resident import Resident
@@ -157,7 +158,20 @@ def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
     rows = row_by_row(module, blocks(module) if local.ranks.plan.compile else (), device)
     gather = memory.gather or Resident()
     ledger = local.ranks.world.ledger
-    return Forward(module, recipe.loss, local.randomness, ledger, effects, local.axes, rows, gather)
+    intact = _intact(local, memory)
+    return Forward(module, recipe.loss, local.randomness, ledger, effects, local.axes, rows, gather, intact)
+
+
+def _intact(local: Local, memory: Memory) -> Intact:
+    """Makes what finds forwards that write to weights. Where replicas train apart each has its own."""
+    if memory.exchange.trains_apart:
+        return Intact()
+    lost = ""
+    if any(chunk.owned.masters is not None for chunk in memory.chunks):
+        lost = "the masters of which weights are made do not hear of it"
+    if local.ranks.plan.size > 1:
+        lost = "ranks run other numbers of forwards than one process, and some share their weights"
+    return Intact(memory.chunks, memory.parameters, lost, counted=local.flushes)
 
 
 def _delays(local: Local, versions: Versions) -> Delays:

@@ -34,6 +34,7 @@ class Chunk:
     - `allocate_gradient`: gives the whole gradient, where it is not `allocate` as well
     - `shards`: the ranks among which the chunk is cut; None: it is replicated
     - `before_fill`: waits for an update of the chunk that is under way
+    - `before_let_go`: looks at the whole data before it goes; `filled`: its version once it had come
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class Chunk:
         self.spec, self.index, self.slots, self.size = spec, spec.index, spec.slots, spec.size
         self.trainable, self.sparse, self.grad_dtype = spec.trainable, spec.sparse, spec.grad_dtype
         self.before_fill: Callable[[Chunk], None] | None = None
+        self.before_let_go: Callable[[Chunk], None] | None = None
+        self.filled: int | None = None
         self.placement: Placement = Replicated()
         self.grad: Tensor | None = None
         if shards is None:
@@ -136,6 +139,7 @@ class Chunk:
         """Gathers the whole data; all its ranks call it."""
         self.settle()
         self._gathered.fill(self.data, self.owned.data, self.index, self.slots[-1].name)
+        self.filled = self.data._version
 
     def settle(self) -> None:
         """Returns when no update of it is under way."""
@@ -144,6 +148,9 @@ class Chunk:
 
     def let_go(self) -> None:
         """Frees the memory of the whole data; nobody may read it any more."""
+        if self.before_let_go is not None and self.filled is not None:
+            self.before_let_go(self)
+        self.filled = None
         self._gathered.let_go(self.data)
 
     @property

@@ -29,6 +29,7 @@ from shoal.chunks.executor import Executor
 from shoal.chunks.saved import SavedTensors
 from shoal.chunks.tier import Tier
 from shoal.chunks.weakly import weakly
+from shoal.chunks.written import Copies, inside_whole_weights, one_of
 from shoal.errors import UserError
 from shoal.module.record import storage_of
 from shoal.module.scripted import is_scripted, scripted_parts
@@ -66,6 +67,7 @@ class Gather:
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._index}
         self._needs: dict[nn.Module, set[str]] = {}
+        self._copies = Copies(chunks)
         self._show(False)
         lies_in = {storage_of(chunk.data): chunk.slots[0].name for chunk in chunks}
 
@@ -122,11 +124,14 @@ class Gather:
         zeros = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in largest.items()}
         for parameter, view, _ in self._views.values():
             parameter.data = zeros[view.dtype][: view.numel()].view(view.shape)
+        before = {name: parameter._version for name, (parameter, _, _) in self._views.items()}
         self._is_aside = True
         try:
             yield
         finally:
             self._is_aside = False
+            if found := [name for name, version in before.items() if self._views[name][0]._version != version]:
+                self._copies.found = one_of(found)
             self._show(self.executor.active or bool(self._all_there))
 
     def left(self) -> None:
@@ -142,6 +147,7 @@ class Gather:
         self._show(True)
         self._running.append(set())
         self.executor.begin(kind)
+        self._copies.begin()
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context in which a graph is made: autograd keeps of weights only where they lie."""
@@ -153,6 +159,8 @@ class Gather:
             self._clear()
             if self.executor.active:
                 self.executor.end()
+            self._copies.found = self._copies.found or self._bound_anew()
+            self._copies.check()
         finally:
             self._show(bool(self._all_there))
 
@@ -186,8 +194,11 @@ class Gather:
             self._all_there -= 1
             if not self._all_there:
                 self._show(False)
+                self._copies.begin()
                 for chunk in self._passing():
                     chunk.let_go()
+        if self._copies.found:
+            raise inside_whole_weights(self._copies.found)
 
     def _passing(self) -> list[Chunk]:
         return [chunk for chunk in self._chunks if chunk.passes]
@@ -215,6 +226,11 @@ class Gather:
             yield
         finally:
             self._leave()
+
+    def _bound_anew(self) -> str:
+        """Names a parameter that somebody has bound to other memory; "" for none."""
+        places = self._views.items()
+        return next((name for name, (each, view, _) in places if storage_of(each) != storage_of(view)), "")
 
     def _show(self, views: bool) -> None:
         """Makes parameters views of their chunks, or blank."""
@@ -274,11 +290,6 @@ class Gather:
                 "backward asks for weights of a step that is over: keep no graph beyond the loss function that made it"
             )
         self.executor.use(frozenset(indices).union(*self._running, self._until_gradients))
-
-
-def inside_whole_weights() -> UserError:
-    """Returns the error for a step where all weights are there already, as they were before it."""
-    return UserError("a step inside engine.whole_weights(): it would not see what it updates. Train outside")
 
 
 def _blank(parameter: Tensor) -> Tensor:

@@ -90,11 +90,13 @@ def evaluate(
             told = time.perf_counter()
             log.info("evaluating: %d of %d microbatches", done, len(runs))
 
-    forward.module.eval()
+    with forward.intact.aside(always=False):
+        forward.module.eval()
     try:
         with (
             keep_generators([device]),
             buffers_put_back(forward.module),
+            forward.intact.aside(),
             forward.gather.step(("evaluate", len(runs))),
             forward.rows(),
         ):

@@ -19,6 +19,7 @@ from shoal.module.compiling import branching
 from shoal.module.random import Randomness, host_draws, keyed_functional
 from shoal.parallel.axis import Axis
 from shoal.training.effects import Effects
+from shoal.training.intact import Intact
 from shoal.training.loss import Loss, Sums, sums_of
 from shoal.training.resident import Resident
 
@@ -31,7 +32,7 @@ class Forward:
     - `effects`: what forwards in training mode change
     - `axes`: those along which there are several ranks, who may share a microbatch
     - `embeddings`: those whose gradients are added up by rows
-    - `gather`: brings weights that are whole only while they are used
+    - `gather`: brings weights that are whole only while they are used; `intact`: sees that forwards write to none
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class Forward:
     axes: Sequence[Axis] = ()
     embeddings: Sequence[ByRows] = ()
     gather: Gather | Resident = field(default_factory=Resident)
+    intact: Intact = field(default_factory=Intact)
 
     @property
     def is_keyed(self) -> bool:
@@ -114,7 +116,8 @@ class Forward:
 
     def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss for a backward to come, and sees what becomes of the module's buffers."""
-        with self.ledger.span("compute", "forward"), as_rows(self.embeddings), self.effects.buffers.watching() as gave:
+        span, buffers = self.ledger.span("compute", "forward"), self.effects.buffers
+        with span, as_rows(self.embeddings), self.intact.forward(), buffers.watching() as gave:
             sums = self.sums(microbatch)
             gave((sums.total, sums.count, sums.aux))
         for axis in self.axes:

@@ -78,7 +78,8 @@ class Loop:
         if not torch.is_grad_enabled():
             if not self._is_open:
                 self._check_writes_nothing()
-            with nullcontext() if self._is_open else self._weights.step(("loop", "no gradients")):
+            passing = nullcontext() if self._is_open else self._weights.step(("loop", "no gradients"))
+            with passing, self._forward.intact.forward():
                 return self._forward.module(*args, **kwargs)
         if not self._is_open:
             self._open()
@@ -87,7 +88,8 @@ class Loop:
         try:
             with keep_generators([self._device]):
                 self._forward.randomness.begin(self._step_index(), [forward])
-                with self._weights.watching(), self._forward.keyed(), self._buffers.watching() as gave:
+                intact = self._forward.intact.forward()
+                with self._weights.watching(), self._forward.keyed(), intact, self._buffers.watching() as gave:
                     output = self._forward.module(*args, **kwargs)
                     gave(output)
                     return output

@@ -132,6 +132,7 @@ class StepRunner:
         step, totals, trained = self._step, self._totals, self._trained
         alone = self._holds(step) is Holds.INDEPENDENT
         reduced = self._reduce.finish()
+        self.forward.intact.take_in()
         agree(totals, self._effects, self._groups, self.forward.streams, alone)
         if trained.buddy is not None:
             trained.buddy.log(step, reduced.touched)
@@ -170,6 +171,7 @@ class StepRunner:
     def follow(self) -> None:
         """Goes on with the chunks that the algorithm has now."""
         self._reduce.follow()
+        self.forward.intact.follow()
         if self._trained.buddy is not None:
             self._trained.buddy.follow()
 

@@ -1,0 +1,138 @@
+"""Weights that forwards leave as they are, or may change: those that are in memory between passes (of others see
+chunks.written)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks import Chunk
+from shoal.chunks.written import one_of, written, written_aside
+from shoal.errors import UserError
+
+
+class Intact:
+    """Watches forwards, and finds those that write to weights.
+
+    - `parameters`: views of `chunks`, which may be cut anew (see `follow`)
+    - `lost`: why that goes wrong in a step; "" where each forward is one of one process
+    - `counted`: whether what autograd counts of writes comes from forwards alone, and parameters show one version
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk] = (),
+        parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        lost: str = "",
+        counted: bool = True,
+    ) -> None:
+        self._chunks, self._parameters, self._lost, self._counted = chunks, parameters, lost, counted
+        self._forwards = 0
+        self._places: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Goes on with the chunks that there are now."""
+        self._places = {
+            slot.name: (self._parameters[slot.name], slot.view(chunk.data))
+            for chunk in self._chunks
+            if not chunk.passes
+            for slot in chunk.slots
+        }
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wraps a forward, which ends as it should or in pipeline.split.Left. Raises UserError where it has changed
+        weights, and that goes wrong.
+
+        Autograd counts most writes; those to `parameter.data` are seen by the values, of the first forward and of ever
+        fewer.
+        """
+        self._forwards += 1
+        versions, values = self._versions(), None
+        if self._lost and not self._forwards & (self._forwards - 1):
+            values = self._values()
+        try:
+            yield
+        except Exception as error:
+            if moved := self._bound_anew():
+                error.add_note(f"the forward had given the weight {moved[0]} another memory, and maybe another form")
+            raise
+        except BaseException:
+            self._check(versions, values)
+            raise
+        self._check(versions, values)
+
+    @contextmanager
+    def aside(self, always: bool = True) -> Iterator[None]:
+        """Wraps an evaluation, at the values of whose weights it looks. Raises UserError where it has changed any; not
+        `always` only where that goes wrong in a step too."""
+        if not always and not self._lost:
+            yield
+            return
+        values = self._values()
+        yield
+        if changed := self._changed(values):
+            raise written_aside(changed[0])
+
+    def take_in(self) -> None:
+        """Brings weights that forwards of a step have bound to memory of their own, where that goes well, into the
+        chunks: an update is made there."""
+        for name in self._bound_anew():
+            parameter, view = self._places[name]
+            with torch.no_grad():
+                view.copy_(parameter)
+            parameter.data = view
+
+    def _check(self, versions: list[int], values: Tensor | None) -> None:
+        moved = self._bound_anew()
+        if (name := next((name for name in moved if not _like(*self._places[name])), None)) is not None:
+            parameter, view = self._places[name]
+            raise UserError(
+                f"a forward gives the weight {name} another form: {tuple(parameter.shape)} of {parameter.dtype}, where "
+                f"it was {tuple(view.shape)} of {view.dtype}. Convert what the layer is given, or what it returns, or "
+                "the model before it is trained"
+            )
+        if self._lost:
+            if found := moved or ([] if values is None else self._changed(values)):
+                raise self._error(found[0])
+            now = zip(self._places, versions, self._versions(), strict=True)
+            if found := [name for name, before, after in now if before != after]:  # they share the counter of a chunk
+                raise self._error(one_of(found))
+
+    def _error(self, name: str) -> UserError:
+        return written(name, self._lost) if torch.is_grad_enabled() else written_aside(name)
+
+    def _versions(self) -> list[int]:
+        return [parameter._version if self._counted else 0 for parameter, _ in self._places.values()]
+
+    def _bound_anew(self) -> list[str]:
+        """Names the parameters that lie elsewhere than in their chunks."""
+        if not self._counted:
+            return []
+        places = self._places.items()
+        return [name for name, (parameter, view) in places if parameter.data_ptr() != view.data_ptr()]
+
+    @torch.no_grad()
+    def _values(self) -> Tensor:
+        """A number for the values of each parameter."""
+        numbers = [_number(parameter) for parameter, _ in self._places.values()]
+        return torch.stack(numbers) if numbers else torch.empty(0)
+
+    def _changed(self, values: Tensor) -> list[str]:
+        changed = (self._values() != values).tolist()
+        return [name for name, each in zip(self._places, changed, strict=True) if each]
+
+
+def _like(parameter: Tensor, view: Tensor) -> bool:
+    return (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)
+
+
+def _number(parameter: Tensor) -> Tensor:
+    if not parameter.numel():
+        return torch.zeros((), dtype=torch.uint64, device=parameter.device)
+    return torch.hash_tensor(torch.view_as_real(parameter) if parameter.is_complex() else parameter)
