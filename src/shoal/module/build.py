@@ -16,19 +16,18 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ArgumentError, UserError
 from shoal.module.blank import Unfilled, on_meta
+from shoal.module.checked import check_shapes, check_trainable
 from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.known_calls import KnownCalls
 from shoal.module.record import (
@@ -38,10 +37,8 @@ from shoal.module.record import (
     conversion_by_data,
     rejection_sampling_whole,
     seed_of,
-    span_of,
     storage_of,
 )
-from shoal.module.scripted import is_scripted
 
 HIDDEN = "it keeps modules that are not registered"
 """Why a model cannot be made on fake tensors."""
@@ -89,49 +86,8 @@ def build_blank(factory: Callable[[], nn.Module]) -> Built:
 
 
 def _checked(built: Built) -> Built:
-    if is_scripted(built.module):
-        raise UserError(
-            "the model is a module of torch.jit as a whole, which takes no hooks: keep it in a module of your own "
-            "(self.inner = scripted) and call it in that one's forward, or give the module that it was made of"
-        )
-    _check_shapes(built.module)
-    for name, parameter in built.module.named_parameters():
-        if parameter.is_complex():
-            raise UserError(
-                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: "
-                "keep nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under "
-                "bf16 or fp16 of self.w.float()); what is not trained can be a buffer"
-            )
-    if (pair := _in_one_place(built.module)) is not None:
-        raise UserError(
-            f"the parameters {pair[0]} and {pair[1]} lie in the same memory, which chunks would part: tie them by "
-            "making them one parameter (head.weight = embedding.weight, without .data), or clone one of them"
-        )
+    check_trainable(built.module)
     return built
-
-
-def _check_shapes(module: nn.Module) -> None:
-    for name, each in _named_tensors(module):
-        if is_lazy(each):
-            raise UserError(
-                f"{name} has no shape yet: its layer is a lazy one (nn.LazyLinear and the like), which takes it from a "
-                "first input. Give sizes (nn.Linear), or run the model once on a row of data in the factory, before it "
-                "is returned"
-            )
-
-
-def _in_one_place(module: nn.Module) -> tuple[str, str] | None:
-    """Returns the names of two parameters that share memory though they are two objects; None if there are none."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, each in module.named_parameters():
-        if each.numel() and each.layout == torch.strided:
-            first, end = span_of(each)
-            spans.setdefault(storage_of(each), []).append((first * each.itemsize, end * each.itemsize, name))
-    for together in spans.values():
-        for (_, end, one), (start, _, other) in pairwise(sorted(together)):
-            if start < end:
-                return one, other
-    return None
 
 
 def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
@@ -141,7 +97,7 @@ def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
         made = on_meta(factory)
     except (NotImplementedError, RuntimeError, ValueError, TypeError):
         return None
-    _check_shapes(made)
+    check_shapes(made)
     return made
 
 
