@@ -96,7 +96,8 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     told, _ = shown(run_dir, capsys)
     assert str(run_dir) in told["learned"] and "left as it was" not in told["learned"]
     kept = learned(CPU, torch.float32, 1, 1, [HOST])
-    assert kept is not None and kept.other == pytest.approx(0.21) and kept.data == pytest.approx(0.01)  # of 8 rows
+    assert kept is not None and kept.data == pytest.approx(0.01)  # of 8 rows
+    assert 0.2 < kept.other < 0.21, "less what is counted"
     trace = {"step": 3, "at": [0.0, 1.0], "budgets": {}, "counts_all": False}
     ranks = [{**trace, "rank": rank, "levels": {"host": {"weights": [4, 9 + rank]}}} for rank in range(2)]
     (run_dir / "memory.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ranks))

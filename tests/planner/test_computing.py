@@ -8,7 +8,7 @@ import pytest
 
 from shoal.planner.computing import ADDED, BACKWARD, FORWARD, ON_ACCELERATOR, ON_CORES, seconds_again, seconds_of
 from shoal.planner.degrees import Spread
-from shoal.planner.exchanges import WATCHED
+from shoal.planner.exchanges import MICROBATCH, STEP, WATCHED, WATCHED_EACH
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Offload
 from tests.planner.models import model, part, task
@@ -63,9 +63,11 @@ def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_else
     asked = task(model(8), rows=16, microbatch=2)
     host = asked.cluster.hosts[0]
     choice = Choice(Spread(stages=2, copies=4), 2, offload=Offload())
-    terms = []
+    terms = list[dict[str, float]]()
     for launch in (0.0, 1e-3):
         device = replace(host.device, launch=launch, on_host=True)
         on = replace(asked.cluster, hosts=(replace(host, device=device),) * 2)
-        terms.append(Search(replace(asked, cluster=on)).estimate(choice).terms["offload"])
-    assert terms[1] - terms[0] == pytest.approx(2 * 50 * WATCHED * 1e-3, rel=0.1)
+        terms.append(Search(replace(asked, cluster=on)).estimate(choice).terms)
+    watched = terms[1]["offload"] - terms[0]["offload"]
+    assert watched == pytest.approx(2 * (WATCHED + 50 * WATCHED_EACH) * 1e-3, rel=0.1)
+    assert terms[1]["other"] - terms[0]["other"] == pytest.approx((STEP + 2 * MICROBATCH) * 1e-3)

@@ -1,11 +1,16 @@
-"""The collectives that the search counts are those of the engine's chunks."""
+"""The collectives that the search counts are those of the engine's chunks, and of its ballots."""
 
 from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 
 from shoal import Engine, Plan
+from shoal.assembly.recipe import Recipe
 from shoal.chunks.assign import ChunkKey, assign
 from shoal.comm import World
 from shoal.exchange.tuning import SMALLEST, USUAL_CHUNK, best_size
@@ -14,9 +19,10 @@ from shoal.planner import Subject
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Link
 from shoal.planner.degrees import Spread
-from shoal.planner.exchanges import MOST_CHUNKS, chunks
+from shoal.planner.exchanges import MOST_CHUNKS, agreed, chunks
 from shoal.planner.measure import here
 from shoal.planner.profile import profile
+from shoal.planner.rehearsal import rehearse
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Task
 from shoal.precision import precision
@@ -53,6 +59,44 @@ def test_ranks_of_a_host_send_what_is_counted(zero, tmp_path, monkeypatch):
     task = Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd))
     counted = Search(task).estimate(Choice(Spread(copies=2), 2, zero=zero)).wire["copies"]
     assert run_ranks(sent, 2, zero) == [pytest.approx(counted, rel=0.01)] * 2  # chunks end at whole lines
+
+
+IMAGE = {"inputs": torch.zeros(3, 8, 8), "labels": torch.tensor(0)}
+MODELS = {"gpt": (GPT, ROW), "resnet": ({"name": "resnet", "depth": 18, "classes": 10}, IMAGE)}
+BALLOTS = ("ballot", "norm")
+"""Purposes of the calls by which ranks agree."""
+ROUNDS = {"all_reduce": 2, "all_gather": 1}
+"""Messages that follow each other in such a call of two ranks."""
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("gpt", {"dp": 2}),
+        ("gpt", {"dp": 2, "zero": 2}),
+        ("gpt", {"tp": 2}),
+        ("gpt", {"dp": 2, "pp": 2}),
+        ("resnet", {"dp": 2}),
+        ("resnet", {"dp": 2, "pp": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table, row = MODELS[name]
+    model, numbers, whole = build(table), precision("fp32"), Plan(**plan)
+    traced = profile(Subject(model.factory, model.loss, row, 1, numbers), ("parts",))
+    cluster = here(whole.size, whole.size, torch.float32)
+    steps = Link(1.0, inf)  # a second a message, whatever it carries
+    host = replace(cluster.hosts[0], inside=steps, device=replace(cluster.hosts[0].device, launch=0.0))
+    task = Task(traced, replace(cluster, hosts=(host,), between=steps), 8, numbers_of(numbers, sgd))
+    spread = Spread(copies=whole.dp, parts=whole.tp, stages=whole.pp)
+    counted = agreed(Search(task).prices, Choice(spread, 4, zero=whole.zero), 1)
+    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
+    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 4, "clip": 1.0}
+    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [row] * 32)[-1].traffic
+    agreeing = [(flow, of.calls) for flow, of in traffic.items() if flow.purpose in BALLOTS]
+    assert counted == sum(ROUNDS[flow.operation] * calls for flow, calls in agreeing) > 0
 
 
 FAST, SLOW = Link(1e-4, 4e10), Link(1e-4, 3e9)

@@ -76,7 +76,7 @@ def learn_from(
         times("forward", estimate.forward, before.forward),
         times("backward", computing - estimate.forward, before.backward),
         before.update if on_host_only else times("optimizer", estimate.terms["optimizer"], before.update),
-        before.other if other > seconds / 2 else other,
+        before.other if other > seconds / 2 else max(0.0, other - estimate.terms["other"] + cluster.step),
         spent_on(sampled, "data") / rows,
         reaches_of(calls, False, cluster.hosts[0].inside) or before.inside,
         reaches_of(calls, True, cluster.between) or before.across,

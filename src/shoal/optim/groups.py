@@ -13,6 +13,7 @@ from shoal.errors import UserError
 from shoal.optim.fused import coupled, refusal
 from shoal.optim.fused.host_adam import HostAdam
 from shoal.optim.fused.optimizer import OptimizerFactory, per_element_keys
+from shoal.optim.fused.trial import for_real
 
 GroupRule = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
@@ -126,11 +127,13 @@ def small_optimizer(factory: OptimizerFactory, options: Sequence[Mapping[str, An
     return make_optimizer(factory, small_groups(options, torch.zeros(2, 2)))
 
 
+@for_real()
 def state_keys(factory: OptimizerFactory, options: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> list[str]:
     """Keys of the optimizer's state under which each element of a parameter has a value."""
     return sorted(per_element_keys(factory, small_groups(options, torch.zeros(2, 2, dtype=dtype))))
 
 
+@for_real()
 def kept_for(factory: OptimizerFactory, options: Mapping[str, Any], dims: int) -> set[str]:
     """Keys of the state that the optimizer keeps for a parameter of `dims` dimensions, seen by updating a small one."""
     trial = nn.Parameter(torch.zeros([2] * dims))
@@ -142,6 +145,7 @@ def kept_for(factory: OptimizerFactory, options: Mapping[str, Any], dims: int) -
     return set(optimizer.state[trial])
 
 
+@for_real()
 def moves_untouched(factory: OptimizerFactory, options: Mapping[str, Any]) -> bool:
     """Whether the optimizer changes rows of a matrix, or what it keeps of them, whose gradient is zero: by momentum,
     moments that decay, or weight decay. Seen by updating a small one, of which the second row has a gradient at first
@@ -165,6 +169,7 @@ def updates_on_host(factory: OptimizerFactory, options: Sequence[Mapping[str, An
     return is_fused(optimizer) and HostAdam.takes(optimizer, [])
 
 
+@for_real()
 def needs_whole_parameters(factory: OptimizerFactory, options: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> bool:
     """Whether the optimizer needs whole parameters, since it looks at matrices (Muon, Adafactor, LAMB).
 

@@ -54,8 +54,8 @@ class Sizes:
     """The sizes of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of
     experts), and bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most
     that one piece saves without recompute; `in_use`: elements of the largest part, `tensor`: of the largest
-    parameter; `calls`: operations of a forward; `waiting`: trained elements of the largest stage of a rank but its
-    last."""
+    parameter; `calls`: operations of a forward; `tensors`: parameters that are trained; `waiting`: trained elements of
+    the largest stage of a rank but its last."""
 
     weights: float
     trained: float
@@ -66,6 +66,7 @@ class Sizes:
     in_use: float
     tensor: float
     calls: float
+    tensors: int
     waiting: float = 0.0
 
     def frees(self, policy: str) -> float:
@@ -75,17 +76,11 @@ class Sizes:
 
 def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
     """The sizes of so many of each, of which the first is called first."""
-    return Sizes(
-        sum(each.weights * number for each, number in sizes),
-        sum(each.trained * number for each, number in sizes),
-        sum(each.experts * number for each, number in sizes),
-        {policy: sum(each.saved[policy] * number for each, number in sizes) for policy in POLICIES},
-        sizes[0][0].boundary,
-        max(each.largest for each, _ in sizes),
-        max(each.in_use for each, _ in sizes),
-        max(each.tensor for each, _ in sizes),
-        sum(each.calls * number for each, number in sizes),
-    )
+    summed = ("weights", "trained", "experts", "calls", "tensors")
+    total = {name: sum(getattr(each, name) * number for each, number in sizes) for name in summed}
+    most = {name: max(getattr(each, name) for each, _ in sizes) for name in ("largest", "in_use", "tensor")}
+    saved = {policy: sum(each.saved[policy] * number for each, number in sizes) for policy in POLICIES}
+    return Sizes(saved=saved, boundary=sizes[0][0].boundary, **total, **most)
 
 
 POLICIES = ("none", "selective", "full")
@@ -284,6 +279,7 @@ class Prices:
             max(part.weights.on(spread) for part in own),
             max(part.largest.on(spread) for part in own),
             math.fsum(part.calls.on(spread) for part in own),
+            sum(part.tensors for part in own),
         )
 
 

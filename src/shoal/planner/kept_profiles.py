@@ -83,14 +83,15 @@ def _written(profile: Profile) -> dict[str, Any]:
         "parameters": profile.parameters,
         "refused": dict(profile.refused),
         "buffers": dict(profile.buffers),
+        "statistics": profile.statistics,
     }
 
 
 def _read(written: Mapping[str, Any]) -> Profile:
     parts = [_part(each) for each in written["parts"]]
     order, temporaries, beside = written["order"], Cut(**written["temporaries"]), Cut(**written["beside"])
-    refused, buffers = written["refused"], written["buffers"]
-    return Profile(tuple(parts[at] for at in order), temporaries, written["parameters"], refused, buffers, beside)
+    own = written["parameters"], written["refused"], written["buffers"], beside, written["statistics"]
+    return Profile(tuple(parts[at] for at in order), temporaries, *own)
 
 
 def _part(written: Mapping[str, Any]) -> PartProfile:

@@ -78,7 +78,8 @@ class PartProfile:
 class Profile:
     """A model: its parts in order; bytes of temporaries of one row, without gradients of parameters, and `beside` one;
     elements of all its parameters, where tied ones count once; for each way to divide it why it cannot be divided so
-    ("" where it can); and why replicas cannot keep its buffers, by what they divide (see buffers)."""
+    ("" where it can); why replicas cannot keep its buffers, by what they divide (see buffers); and how
+    many numbers BatchNorm's running statistics are, which replicas merge."""
 
     parts: tuple[PartProfile, ...]
     temporaries: Cut
@@ -86,6 +87,7 @@ class Profile:
     refused: Mapping[str, str]
     buffers: Mapping[str, str] = field(default_factory=dict)
     beside: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    statistics: int = 0
 
     @property
     def blocks(self) -> int:
@@ -127,7 +129,7 @@ def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts
         return Cut(value, {what: _share(value, getattr(each, name)) for what, each in others.items()})
 
     whys = why_not_replicated(base)
-    return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"))
+    return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"), alone.statistics)
 
 
 def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from shoal.planner.costs import Prices, Sizes, together
 from shoal.planner.degrees import Spread
+from shoal.planner.exchanges import agreed
 from shoal.planner.held import standing, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, policies_of, seconds_of
@@ -174,7 +175,7 @@ class Timed:
             hops = (ranks - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
             terms["stages"] = 2 * hops * self.message(choice)
         terms["data"] = number * choice.microbatch * self.task.cluster.data
-        terms["other"] = self.task.cluster.step
+        terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number)
         return terms, deal, tuple(stages), slow
 
     def message(self, choice: Choice) -> float:

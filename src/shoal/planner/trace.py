@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from shoal.chunks import Gather
 from shoal.chunks.make import EXPERTS
 from shoal.comm.ledger import Traffic
+from shoal.module.batchnorm import RunningStatistics
 from shoal.module.build import Built, build_blank
 from shoal.pipeline.units import Unit, units_of
 from shoal.planner.counts import Counts
@@ -72,7 +73,7 @@ class Trace:
     temporaries, without gradients of parameters, and `beside` one. `weights`: elements of each part's parameters on
     this rank, `trained` those that have gradients, `experts` those of stacked experts, `largest` those of its largest
     parameter; `tensors`: its parameters that have gradients. `whole`: elements of the whole model, where tied ones
-    count once."""
+    count once; `statistics`: numbers of BatchNorm's running statistics."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -84,6 +85,7 @@ class Trace:
     temporaries: int
     beside: int
     whole: int
+    statistics: int
 
 
 def trace(subject: Subject) -> Trace:
@@ -114,7 +116,8 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     numbers = [_elements(ready, unit) for unit in units]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
     own = weights, trained, experts, largest, tensors, _traffic(ready), temporaries, beside, ready.whole
-    return Trace(tuple(looker.found), *own)
+    statistics = RunningStatistics(ready.local.module).numel
+    return Trace(tuple(looker.found), *own, statistics)
 
 
 def _temporaries(events: Sequence[Event], sizes: Mapping[str, int]) -> tuple[int, int]:

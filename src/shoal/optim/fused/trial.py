@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.device import keep_generators
 from shoal.errors import UserError
@@ -25,6 +27,14 @@ TRIAL_SHAPES = ((4, 6), (), (5,), (2, 3, 4))
 TRIAL_BLOCK = 16
 
 
+@contextmanager
+def for_real() -> Iterator[None]:
+    """Inside, tensors are made and computed, also where all else of a run is on fake ones: a trial goes by values."""
+    with _disable_current_modes():
+        yield
+
+
+@for_real()
 def refusal(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Says why the optimizer of `factory` for `groups` cannot run over flat storage; None if it can.
 
@@ -54,6 +64,7 @@ def refusal(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
     )
 
 
+@for_real()
 def coupled(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Says why the optimizer of `factory` cannot update each parameter by itself; None if it can.
 
@@ -82,10 +93,15 @@ def coupled(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
     return None if same else f"{name} updates parameters by what it sees of the others, or draws random numbers"
 
 
+def _real(like: Tensor) -> Tensor:
+    """A tensor of the type and device of `like`, which may be fake."""
+    return torch.empty(0, dtype=like.dtype, device=like.device)
+
+
 def _same_in_trial(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Compares four updates over parameters with the same over flat storage."""
     generator = torch.Generator().manual_seed(0)
-    likes = [(index, group["params"][0], shape) for index, group in enumerate(groups) for shape in TRIAL_SHAPES]
+    likes = [(index, _real(group["params"][0]), shape) for index, group in enumerate(groups) for shape in TRIAL_SHAPES]
 
     def draw(scale: float) -> list[Tensor]:
         return [scale * torch.randn(shape, generator=generator).to(like) for _, like, shape in likes]
