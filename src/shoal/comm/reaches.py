@@ -29,8 +29,9 @@ WIDTH = 256
 """Rows and columns of the products beside which ranks communicate."""
 BESIDE = 0.05
 """Seconds of products beside which ranks communicate, about."""
-BETWEEN, TURNS = 3e-3, 8
-"""Seconds of products between short calls, about, and the number of calls."""
+BETWEEN, TURNS, PAIRS = 3e-3, 8, 5
+"""Seconds of products between short calls, about, the number of calls, and how often these are timed with and without
+them, in turn: ranks that share cores take a tenth longer or shorter from one time to the next."""
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,10 @@ def _between(everyone: Group, device: torch.device) -> Callable[[Callable[[Tenso
 
     turns(1)
     products = max(1, round(BETWEEN * TURNS / turns(1)))
-    computing = min(turns(products) for _ in range(3))
 
     def later(call: Callable[[Tensor], object], alone: float) -> float:
-        both = statistics.median(turns(products, call) for _ in range(3))
-        return max(0.0, (both - computing) / TURNS - alone)
+        more = statistics.median(turns(products, call) - turns(products) for _ in range(PAIRS))
+        return max(0.0, more / TURNS - alone)
 
     return later
 
