@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,18 +79,29 @@ def cuts_of(
 
 def _leaves_out(module: nn.Module, rules: Rules) -> bool:
     """True if rules that a model of `transformers` brings do not say enough: they name no parameters that lie inside
-    attention (a norm of heads), or experts that are not stacked in one module as ours."""
+    attention (a norm of heads), or beside a column and its row (an activation that is trained), or experts that are
+    not stacked in one module as ours."""
     if table_of(module) is not None:
         return False
     kinds = {name: kind_of(name, rules) for name, _ in module.named_modules()}
-    attentions = tuple(f"{name}." for name, kind in kinds.items() if kind == "attention")
+    attentions = [name for name, kind in kinds.items() if kind == "attention"]
+    inside = tuple(f"{name}." for name in (*attentions, *_with_columns_and_rows(kinds, attentions)))
     for name, each in module.named_modules():
         if kinds[name] == "experts" and unlike(each):
             return True
         own = any(True for _ in each.parameters(recurse=False))
-        if own and name.startswith(attentions) and not any(matches(pattern, name) for pattern in rules):
+        if own and f"{name}.".startswith(inside) and not any(matches(pattern, name) for pattern in rules):
             return True
     return False
+
+
+def _with_columns_and_rows(kinds: Mapping[str, str], attentions: Iterable[str]) -> list[str]:
+    """Returns the modules that have a layer cut by columns and one by rows, and no attention in them."""
+    own: dict[str, set[str]] = {}
+    for name, kind in kinds.items():
+        own.setdefault(name.rpartition(".")[0], set()).add(kind)
+    around = {"", *(name[:at] for name in attentions for at, each in enumerate(f"{name}.") if each == ".")}
+    return [name for name, has in own.items() if "row" in has and has & {"column", "packed"} and name not in around]
 
 
 def _is_pinned(name: str, given: Rules) -> bool:
