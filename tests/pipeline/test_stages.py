@@ -170,6 +170,21 @@ class Twice(nn.Module):
         return x
 
 
+class Partly(nn.Module):
+    """It calls the first two of its layers alone, as a model of images and text does with text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(6))
+
+    def forward(self, x: Tensor, pictures: Tensor | None = None) -> Tensor:
+        x = self.layers[1](self.layers[0](x).tanh())
+        if pictures is not None:
+            for each in self.layers[2:]:
+                x = x + each(pictures)
+        return x
+
+
 def squares(model: nn.Module, mb: dict[str, Tensor]) -> Any:
     return (model(mb["x"]) - mb["y"]).square().sum(), mb["x"].shape[0]
 
@@ -196,7 +211,7 @@ def train(world: World, model: Any, plan: dict[str, Any], steps: int = 4, **more
     return found
 
 
-@pytest.mark.parametrize("model", [Skips, Chain, Twice, Backwards, Loose])
+@pytest.mark.parametrize("model", [Skips, Chain, Twice, Backwards, Loose, Partly])
 @pytest.mark.parametrize(
     "plan",
     [{"pp": 2}, {"pp": 4}, {"pp": 2, "schedule": "zbv"}, {"pp": 4, "schedule": "zb1p"}, {"pp": 2, "dp": 2, "zero": 2}],
@@ -334,11 +349,16 @@ class Embedded(nn.Module):
         return self.head(x)
 
 
-def evaluated(world: World, plan: dict[str, Any]) -> float:
-    engine = Engine(Skips, squares, SGD, Plan(**plan), world=world, precision="fp64", global_batch=4, microbatch=2)
+def evaluated(world: World, plan: dict[str, Any], model: Any = Skips) -> float:
+    engine = Engine(model, squares, SGD, Plan(**plan), world=world, precision="fp64", global_batch=4, microbatch=2)
     loss = engine.evaluate(rows(37)).loss
     engine.close()
     return loss
+
+
+def test_an_evaluation_counts_once_what_a_stage_comes_to_that_is_not_the_last():
+    found = run_ranks(evaluated, 2, {"pp": 2}, Partly) + run_ranks(evaluated, 1, {}, Partly)
+    assert found == pytest.approx([found[-1]] * 3, rel=1e-12)
 
 
 def test_stages_by_hand_and_from_a_file(tmp_path):

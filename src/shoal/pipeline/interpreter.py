@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,13 @@ class Work:
         """Wraps a forward; the model has all parts of this rank in place."""
         return nullcontext()
 
-    def forward(self, microbatch: int) -> Tensor | None:
-        """Runs the model and its loss; returns, on the last stage, the scalar from which backward starts."""
+    def forward(self, microbatch: int) -> Any:
+        """Runs the model and what is done with its output. A stage that comes to a part of a later one does not
+        return; the last one does, and any other behind which no parts are called."""
+        raise NotImplementedError
+
+    def take(self, microbatch: int, found: Any) -> Tensor | None:
+        """Takes what the forward of the last stage has found; returns the scalar from which backward starts, if any."""
         raise NotImplementedError
 
     def backward(self, microbatch: int, complete: Collection[str] | None, last: bool) -> AbstractContextManager[None]:
@@ -130,7 +136,9 @@ class Interpreter:
             self._split.hear(routes.stages[stage - 1].said)
         with self._span(action, lane), work.around(at):
             try:
-                current.objective = self._split.run(stage, current, partial(work.forward, at))
+                found = self._split.run(stage, current, partial(work.forward, at))
+                if stage == self._number - 1:
+                    current.objective = work.take(at, found)
             except Exception as error:
                 if not isinstance(error, UserError) and (why := current.why(error)):
                     raise UserError(why) from error

@@ -72,6 +72,8 @@ class AllStages:
         if stage:
             self._split.hear(routes.stages[stage - 1].said)
         objective = self._split.run(stage, current, forward)
+        if stage < self._schedule.stages - 1:  # of one that comes to an end nothing starts here
+            objective = None
         gather.left()
         forwards = len(log) - began
         roots = [each for each in (objective, *current.given.values()) if each is not None and each.requires_grad]

@@ -99,13 +99,15 @@ class Training(Work):
     def around(self, microbatch: int) -> AbstractContextManager[None]:
         return self._effects.of(self._runs[microbatch][1])
 
-    def forward(self, microbatch: int) -> Tensor:
+    def forward(self, microbatch: int) -> Sums:
         try:
-            sums = self._sums(microbatch, self.loaded[microbatch])
+            return self._sums(microbatch, self.loaded[microbatch])
         finally:
             self._drawn[microbatch] = self._forward.randomness.drawn()
             self._forward.gather.left()
-        return self._totals.objective(sums if self._runs[microbatch][1] else sums.counting_nothing())
+
+    def take(self, microbatch: int, found: Sums) -> Tensor:
+        return self._totals.objective(found if self._runs[microbatch][1] else found.counting_nothing())
 
     def _sums(self, index: int, given: Mapping[str, Tensor]) -> Sums:
         loaded, ids = self._forward.place(given), self._runs[index][0]
@@ -138,11 +140,13 @@ class Evaluating(Work):
     def try_out(self, index: int) -> Any:
         return [(sums.total, sums.count) for sums in self._measured(index, _copies(self.loaded[index]))]
 
-    def forward(self, microbatch: int) -> None:
+    def forward(self, microbatch: int) -> list[Sums]:
         try:
-            found = self._measured(microbatch, self.loaded[microbatch])
+            return self._measured(microbatch, self.loaded[microbatch])
         finally:
             self._forward.gather.left()
+
+    def take(self, microbatch: int, found: list[Sums]) -> None:
         self._add(found, self._runs[microbatch][1])
 
     def _measured(self, index: int, given: Mapping[str, Tensor]) -> list[Sums]:

@@ -12,6 +12,7 @@ from shoal.comm.lane import Ticket
 from shoal.data import Batch
 from shoal.pipeline import Work
 from shoal.training.ballot import Answer
+from shoal.training.loss import Sums
 from shoal.training.stages import Training
 
 
@@ -58,9 +59,13 @@ class UnderWay(Work):
         _, work, index = self._microbatches[microbatch]
         return work.around(index)
 
-    def forward(self, microbatch: int) -> Tensor:
+    def forward(self, microbatch: int) -> Sums:
         _, work, index = self._microbatches[microbatch]
         return work.forward(index)
+
+    def take(self, microbatch: int, found: Sums) -> Tensor:
+        _, work, index = self._microbatches[microbatch]
+        return work.take(index, found)
 
     def backward(self, microbatch: int, complete: Collection[str] | None, last: bool) -> AbstractContextManager[None]:
         _, work, index = self._microbatches[microbatch]
