@@ -484,3 +484,17 @@ def test_the_towers_of_clip_are_cut():
     expected = of_pairs(World.single("cpu"), 1)
     for results in run_ranks(of_pairs, 2, 2):
         assert [pytest.approx(each, rel=1e-4) for each in results] == expected
+
+
+def test_an_activation_that_is_trained_sums_its_gradients_beside_layers_that_are_cut():
+    """xIELU of Apertus learns two numbers, of which each rank would have trained its own."""
+    model = build(from_config({**LLAMA, "model_type": "apertus"}), 0).module
+    rules = cuts_of(model, 2, None).rules
+    assert kind_of("model.layers.0.mlp.act_fn", rules) == "inside" and kind_of("model.norm", rules) == "whole"
+
+
+def test_a_plan_that_leaves_out_what_is_trained_between_a_column_and_its_row_is_not_taken():
+    model = build(from_config(LLAMA), 0).module
+    assert cuts_of(model, 2, None).found is None
+    model.model.layers[0].mlp.act_fn = nn.PReLU(64)
+    assert cuts_of(model, 2, None).found is not None

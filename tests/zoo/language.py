@@ -34,6 +34,15 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "mistral": {**GROUPED, "sliding_window": 4},
     "gpt_neox": SMALL,
     "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "apertus": GROUPED,
+    "gemma4_text": {
+        **GROUPED,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "sliding_window": 4,
+    },
     "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 4, "n_head": 4},
     "falcon": {**SMALL, "new_decoder_architecture": False, "multi_query": True, "alibi": False},
     "deepseek_v3": {

@@ -241,4 +241,16 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
     embedding = find() if find is not None and "head" in rules.values() else None
     if isinstance(embedding, nn.Embedding):
         rules[next(name for name, each in module.named_modules() if each is embedding)] = "vocabulary"
-    return rules
+    return {**rules, **dict.fromkeys(_trained_activations(module, rules), "inside")}
+
+
+def _trained_activations(module: nn.Module, rules: Rules) -> list[str]:
+    """Returns the activations of `transformers` that are trained, each by numbers for all features (xIELU), beside a
+    column and its row: ranks use them on different features. The plans leave them out."""
+    found = []
+    for name, each in whole_model(module):
+        owner, sizes = name.rpartition(".")[0], [own.numel() for own in each.parameters()]
+        if type(each).__module__ == "transformers.activations" and sizes and max(sizes) == 1:
+            beside = {kind_of(f"{owner}.{key}", rules) for key, _ in module.get_submodule(owner).named_children()}
+            found += [name] if {"column", "row"} <= beside else []
+    return found
