@@ -95,6 +95,51 @@ def test_lists_of_two_loops_come_one_after_the_other() -> None:
     assert found == ["norms.0", "norms.1", "layers.0", "layers.1", "layers.2", "head"]
 
 
+class Reversed(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        for norm in self.norms:
+            x = norm(x)
+        return self.head(x)
+
+
+class Sliced(Reversed):
+    def forward(self, x: Tensor) -> Tensor:
+        for _, layer in enumerate(list(self.layers)[::-1]):
+            x = layer(x)
+        for norm in reversed(list(reversed(self.norms))):
+            x = norm(x)
+        return self.head(x)
+
+
+class CountedDown(Reversed):
+    def forward(self, x: Tensor) -> Tensor:
+        for place in range(len(self.layers) - 1, -1, -1):
+            x = self.layers[place](x)
+        for place in range(len(self.norms)):
+            x = self.norms[place](x)
+        return self.head(x)
+
+
+class Mirrored(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(reversed(self.layers), self.norms, strict=False):
+            x = norm(layer(x))
+        return self.head(self.layers[0](x))
+
+
+@pytest.mark.parametrize("model", [Reversed, Sliced, CountedDown])
+def test_a_list_that_a_loop_goes_through_backwards_begins_with_its_last_item(model: type[nn.Module]) -> None:
+    found = [unit.name for unit in units_of(model())]
+    assert found == ["layers.2", "layers.1", "layers.0", "norms.0", "norms.1", "head"]
+
+
+def test_one_of_two_lists_may_be_turned() -> None:
+    found = [unit.name for unit in units_of(Mirrored())]
+    assert found == ["layers.2", "norms.0", "layers.1", "norms.1", "layers.0", "head"]
+
+
 class Prompted(nn.Module):
     """Puts a prompt before its tokens, if it has one, as prompt tuning of peft does: the table of tokens has two names,
     and a model without a prompt comes first in the source."""

@@ -7,7 +7,7 @@ import ast
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -22,9 +22,10 @@ def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns `module.named_children()` in the order in which the forward first uses them.
 
     Of lists that a loop goes through side by side (`zip(self.a, self.b)`, `self.a[i]` and `self.b[i]`) the items come
-    in turn, under names like "a.0". A child that the forward does not name keeps its position behind the one registered
-    before it; without source all keep the order of registration. A wrong guess cannot give wrong numbers: a stage that
-    would need what a later one computes is refused when the model is first run.
+    in turn, under names like "a.0"; those of one that a loop goes through backwards from the last one on. A child that
+    the forward does not name keeps its position behind the one registered before it; without source all keep the order
+    of registration. A wrong guess cannot give wrong numbers: a stage that would need what a later one computes is
+    refused when the model is first run.
     """
     children = list(module.named_children())
     names = [name for name, _ in children]
@@ -33,17 +34,25 @@ def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     place, last = dict[str, int](), -1
     for name in names:
         last = place[name] = uses.found.index(name) if name in uses.found else last
-    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses.beside)
+    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses.beside, uses.backwards)
 
 
-def _in_turn(children: Sequence[tuple[str, nn.Module]], beside: Sequence[Sequence[str]]) -> list[tuple[str, nn.Module]]:
-    """Returns `children` with the items of lists that are `beside` each other in turn, where the first list was."""
+def _in_turn(
+    children: Sequence[tuple[str, nn.Module]], beside: Sequence[Sequence[str]], backwards: Mapping[str, bool]
+) -> list[tuple[str, nn.Module]]:
+    """Returns `children` with the items of lists that are `beside` each other in turn, where the first list was, and
+    the items of those that a loop goes through `backwards` from the last one on."""
     lists = {name: list(child.named_children()) for name, child in children if isinstance(child, nn.ModuleList)}
+    turned = [name for name in lists if backwards.get(name)]
+    for name in turned:
+        lists[name].reverse()
     groups: dict[str, list[str]] = {}
     for each in beside:
         names = [name for name in each if name in lists and name not in groups]
         if len(names) > 1:
             groups.update(dict.fromkeys(names, names))
+    for name in turned:
+        groups.setdefault(name, [name])
     found: list[tuple[str, nn.Module]] = []
     given = set[str]()
     for name, child in children:
@@ -58,7 +67,8 @@ def _in_turn(children: Sequence[tuple[str, nn.Module]], beside: Sequence[Sequenc
 
 class _Uses(ast.NodeVisitor):
     """Collects in `found` the attributes `names` of self, in the order in which methods of the class `of` use them; in
-    `beside` those of which a loop uses one item after the other, in the order of its body.
+    `beside` those of which a loop uses one item after the other, in the order of its body; in `backwards` whether it
+    begins with the last one.
 
     The target of a call comes after its arguments. What an `if` does that ends with a return (adapters without prompts)
     and what comes behind it are two ways through a method: a child that only the second uses comes before those that it
@@ -71,8 +81,9 @@ class _Uses(ast.NodeVisitor):
         self._behind: Sequence[type] = ()  # the classes that super() searches
         self.found: list[str] = []
         self.beside: list[list[str]] = []
+        self.backwards: dict[str, bool] = {}  # of each list, whether the first loop through it goes from its end on
         self._items: dict[str, str] = {}  # the list of which a variable of the loops around is an item
-        self._variables: set[str] = set()  # of the loops around
+        self._variables: dict[str, bool] = {}  # of the loops around, and whether they go down
         self._turn: list[str] = []  # the lists of which the loop has used an item
         self._ends: list[tuple[int, list[str]]] = []  # of the method: how many were found before an `if`, and its own
 
@@ -136,12 +147,17 @@ class _Uses(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         before = self._items, self._variables, self._turn
         self.visit(node.iter)
-        variable, lists = _side_by_side(node)
+        variable, through = _side_by_side(node)
+        lists = [each for each, _ in through]
         names = [self._of_self(each) for each in lists]
         own = [variable] if len(lists) == 1 else variable.elts if isinstance(variable, ast.Tuple) else []
         items = {each.id: name for each, name in zip(own, names, strict=False) if isinstance(each, ast.Name) and name}
-        inside = {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
-        self._items, self._variables, self._turn = {**self._items, **items}, self._variables | inside, []
+        for name, (_, down) in zip(names, through, strict=True):
+            if name:
+                self.backwards.setdefault(name, down)
+        down = len(through) == 1 and through[0][1]
+        inside = {each.id: down for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        self._items, self._variables, self._turn = {**self._items, **items}, {**self._variables, **inside}, []
         for statement in (*node.body, *node.orelse):
             self.visit(statement)
         used = [*self._turn, *(name for name in names if name and len(lists) > 1)]
@@ -155,8 +171,10 @@ class _Uses(ast.NodeVisitor):
     def visit_Subscript(self, node: ast.Subscript) -> None:
         self.generic_visit(node)
         name = self._of_self(node.value)
-        if name and any(isinstance(each, ast.Name) and each.id in self._variables for each in ast.walk(node.slice)):
+        inside = [each.id for each in ast.walk(node.slice) if isinstance(each, ast.Name) and each.id in self._variables]
+        if name and inside:
             self._turn.append(name)
+            self.backwards.setdefault(name, isinstance(node.slice, ast.Name) and self._variables[inside[0]])
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Skips `self.norm is None`, which does not use the module."""
@@ -188,13 +206,44 @@ def _merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
     return found
 
 
-def _side_by_side(loop: ast.For) -> tuple[ast.expr, list[ast.expr]]:
-    """Returns the variable of a loop, or the tuple of them, and what it goes through: what `zip` or `enumerate` is
-    given."""
-    variable, through = loop.target, loop.iter
+def _side_by_side(loop: ast.For) -> tuple[ast.expr, list[tuple[ast.expr, bool]]]:
+    """Returns the variable of a loop, or the tuple of them, and what it goes through, each with whether from its end
+    on: what `zip` or `enumerate` is given."""
+    variable = loop.target
+    through, down = _forwards(loop.iter)
     if _calls(through, "enumerate") and isinstance(variable, ast.Tuple) and len(variable.elts) == 2:
-        variable, through = variable.elts[1], through.args[0]  # type: ignore[attr-defined]
-    return variable, list(through.args) if _calls(through, "zip") else [through]  # type: ignore[attr-defined]
+        variable = variable.elts[1]
+        through, inner = _forwards(through.args[0])  # type: ignore[attr-defined]
+        down ^= inner
+    if not _calls(through, "zip"):
+        return variable, [(through, down)]
+    lists = [_forwards(each) for each in through.args]  # type: ignore[attr-defined]
+    return variable, [(each, inner ^ down) for each, inner in lists]
+
+
+def _forwards(through: ast.expr) -> tuple[ast.expr, bool]:
+    """Returns what a loop goes through, and whether from its end on: of `reversed(x)`, `x[::-1]` that is x; of
+    `range(n, -1, -1)` it is itself."""
+    down = False
+    while True:
+        if _calls(through, "reversed"):
+            down = not down
+        elif isinstance(through, ast.Subscript) and isinstance(through.slice, ast.Slice):
+            cut = through.slice
+            if cut.lower or cut.upper or not _is_minus_one(cut.step):
+                return through, down
+            through, down = through.value, not down
+            continue
+        elif not _calls(through, "list") and not _calls(through, "tuple"):
+            break
+        through = through.args[0]  # type: ignore[attr-defined]
+    if _calls(through, "range") and len(through.args) == 3:  # type: ignore[attr-defined]
+        down ^= _is_minus_one(through.args[2])  # type: ignore[attr-defined]
+    return through, down
+
+
+def _is_minus_one(node: ast.expr | None) -> bool:
+    return node is not None and ast.unparse(node) == "-1"
 
 
 def _calls(node: ast.expr, name: str) -> bool:
