@@ -129,6 +129,40 @@ def test_weights_in_one_memory_are_written_by_nobody(zero):
         run_ranks(partial(train, zero=zero), 2, Averages)
 
 
+class InBlocks(nn.Module):
+    """Renews a table that it reads, whose only stage is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        if self.training:
+            with torch.no_grad():
+                self.table.lerp_(h.mean(0), 0.5)
+        for block in self.blocks:
+            h = h + block(h - self.table).tanh()
+        return self.outward(h)
+
+
+def test_stages_write_to_no_weight():
+    """A stage runs a forward more, by which is found out what travels."""
+    with pytest.raises(UserError, match=r"a forward writes to the weight table"):
+        simulate_world(2, staged, InBlocks)
+
+
+def staged(world, model) -> list[float]:
+    torch.set_num_threads(1)
+    running = Engine(model, regression, SGD, Plan(pp=2), global_batch=16, microbatch=4, dropout="fused", world=world)
+    try:
+        return [running.step(batch).loss for batch in running.batches(teacher.data(), steps=2)]
+    finally:
+        running.close()
+
+
 @pytest.mark.parametrize("where", [*ELSEWHERE, "one process"])
 def test_an_evaluation_that_writes_is_refused(where):
     """One process too would save weights of evaluation mode. A rank without the stretch knows the chunk alone."""

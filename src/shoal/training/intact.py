@@ -3,8 +3,9 @@ chunks.written)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -45,14 +46,15 @@ class Intact:
         }
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, trains: bool = True) -> Iterator[None]:
         """Wraps a forward, which ends as it should or in pipeline.split.Left. Raises UserError where it has changed
-        weights, and that goes wrong.
+        weights, and that goes wrong. `trains`: it is one of a step.
 
         Autograd counts most writes; those to `parameter.data` are seen by the values, of the first forward and of ever
         fewer.
         """
         self._forwards += 1
+        refusal = partial(written, lost=self._lost) if trains else written_aside
         versions, values = self._versions(), None
         if self._lost and not self._forwards & (self._forwards - 1):
             values = self._values()
@@ -63,9 +65,9 @@ class Intact:
                 error.add_note(f"the forward had given the weight {moved[0]} another memory, and maybe another form")
             raise
         except BaseException:
-            self._check(versions, values)
+            self._check(versions, values, refusal)
             raise
-        self._check(versions, values)
+        self._check(versions, values, refusal)
 
     @contextmanager
     def aside(self, always: bool = True) -> Iterator[None]:
@@ -88,7 +90,7 @@ class Intact:
                 view.copy_(parameter)
             parameter.data = view
 
-    def _check(self, versions: list[int], values: Tensor | None) -> None:
+    def _check(self, versions: list[int], values: Tensor | None, refusal: Callable[[str], UserError]) -> None:
         moved = self._bound_anew()
         if (name := next((name for name in moved if not _like(*self._places[name])), None)) is not None:
             parameter, view = self._places[name]
@@ -99,13 +101,10 @@ class Intact:
             )
         if self._lost:
             if found := moved or ([] if values is None else self._changed(values)):
-                raise self._error(found[0])
+                raise refusal(found[0])
             now = zip(self._places, versions, self._versions(), strict=True)
             if found := [name for name, before, after in now if before != after]:  # they share the counter of a chunk
-                raise self._error(one_of(found))
-
-    def _error(self, name: str) -> UserError:
-        return written(name, self._lost) if torch.is_grad_enabled() else written_aside(name)
+                raise refusal(one_of(found))
 
     def _versions(self) -> list[int]:
         return [parameter._version if self._counted else 0 for parameter, _ in self._places.values()]

@@ -79,7 +79,7 @@ class Loop:
             if not self._is_open:
                 self._check_writes_nothing()
             passing = nullcontext() if self._is_open else self._weights.step(("loop", "no gradients"))
-            with passing, self._forward.intact.forward():
+            with passing, self._forward.intact.forward(trains=self._is_open):
                 return self._forward.module(*args, **kwargs)
         if not self._is_open:
             self._open()
