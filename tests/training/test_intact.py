@@ -122,6 +122,22 @@ def test_a_write_that_others_would_not_have_is_refused(where, what):
         simulate_world(size, partial(train, **how), model)
 
 
+@pytest.mark.parametrize("model", [partial(Averages, "bound anew"), Doubles], ids=["values", "form"])
+def test_a_trace_for_matrices_that_are_cut_leaves_weights_where_they_were(model):
+    """What it was run on for a moment had been bound elsewhere then, where no initial values are known."""
+    with pytest.raises(UserError, match=r"a forward (writes to|gives) the weight"):
+        simulate_world(2, parts, model)
+
+
+def parts(world, model) -> None:
+    torch.set_num_threads(1)
+    running = Engine(model, regression, SGD, Plan(tp=2), global_batch=16, microbatch=4, dropout="fused", world=world)
+    try:
+        running.step(next(running.batches(teacher.data(), steps=1)))
+    finally:
+        running.close()
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_in_one_memory_are_written_by_nobody(zero):
     """Each rank would write to what all of them share."""

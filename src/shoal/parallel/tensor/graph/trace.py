@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.random import host_draws
-from shoal.module.record import ONE_AT_A_TIME
+from shoal.module.record import ONE_AT_A_TIME, storage_of
 from shoal.module.value_checks import values_unchecked
 
 
@@ -145,9 +145,11 @@ def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts back, behind the context, what a forward changes: attributes of modules, buffers, states of generators."""
+    """Puts back, behind the context, what a forward changes: attributes of modules, buffers, what parameters are bound
+    to, states of generators."""
     kept = [(each, dict(each.__dict__)) for each in module.modules()]
     tables = ("_parameters", "_buffers", "_modules")
+    bound = [(parameter, parameter.data) for parameter in module.parameters()]
     inner = [(each, {table: dict(each.__dict__[table]) for table in tables}) for each, _ in kept]
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), host_draws(0):
         log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -157,6 +159,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             yield
         finally:
             log.disabled = spoke
+            for parameter, data in bound:
+                if storage_of(parameter) != storage_of(data):
+                    parameter.data = data
             for (each, before), (_, held) in zip(kept, inner, strict=True):
                 each.__dict__.clear()
                 each.__dict__.update(before)
