@@ -77,10 +77,11 @@ class Affine(TorchDispatchMode):
                 self.odd.setdefault(form.name, "its result")
 
     def rules(self, now: Mapping[str, Tensor]) -> dict[str, Rule | str]:
-        """Returns the rule of each buffer that was written, or why it has none. `now`: the buffers after the
-        forward."""
+        """Returns the rule of each buffer of `now`, these after the forward, that was written, or why it has none."""
         found: dict[str, Rule | str] = {}
         for name, (buffer, version) in self._before.items():
+            if name not in now:
+                continue
             writes = buffer._version - version if now[name] is buffer else None
             if writes == 0 and name not in self._written:
                 continue

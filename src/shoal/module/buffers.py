@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.module.affine import Affine, Rule
+from shoal.module.attributes import Kept
 from shoal.module.compiling import as_written
 
 
@@ -94,6 +95,7 @@ class OtherBuffers:
             for name, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_complex() and replicas > 1
         }
+        self._kept = Kept(root) if replicas > 1 else None
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._start: dict[str, Tensor] = {}
         self._rules: dict[str, Rule | str] = {}
@@ -123,12 +125,14 @@ class OtherBuffers:
         The first two forwards are observed, and later ones ever more rarely.
         """
         self._forwards += not self._muted
-        if not self._places or self._muted or self._forwards & (self._forwards - 1):
+        kept = {} if self._kept is None else self._kept.now()
+        if not (self._places or kept) or self._muted or self._forwards & (self._forwards - 1):
             yield _nothing
             return
         before, failed = self._now(), False
+        copies = {name: each.detach().clone() for name, each in kept.items()}
         try:
-            with as_written(), Affine(before) as affine:
+            with as_written(), Affine({**kept, **before}) as affine:
                 yield affine.leaves
         except Exception:
             failed = True
@@ -137,6 +141,8 @@ class OtherBuffers:
         finally:
             if not failed:
                 self._learn(affine, before)
+                if self._kept is not None:
+                    self._kept.check(kept, copies, affine.odd)
 
     @contextmanager
     def mute(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.comm import Group
 from shoal.data import Batch
+from shoal.module.attributes import attributes_put_back
 from shoal.module.random import Drawn
 from shoal.pipeline import Runner, Work
 from shoal.training.forward import Forward
@@ -70,7 +71,7 @@ class Staged:
             yield start
             work = Evaluating(self.forward, runs[start : start + at_once], load, measure, add)
             kinds = [kind_of(each, "evaluate") for each in work.loaded]
-            self.pipeline.learn(kinds, work.try_out, self.lockstep, self.forward.gather.aside)
+            self.pipeline.learn(kinds, work.try_out, self.lockstep, work.trying)
             self.pipeline.evaluate(kinds, work)
 
 
@@ -88,7 +89,7 @@ class Training(Work):
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Wraps forwards of which nothing is left."""
-        with self._effects.of(False), self._forward.gather.aside():
+        with self._effects.of(False), attributes_put_back(self._forward.module), self._forward.gather.aside():
             yield
 
     def try_out(self, index: int) -> Any:
@@ -136,6 +137,12 @@ class Evaluating(Work):
     def __init__(self, forward: Forward, runs: Sequence[Run], load: Load, measure: Measure, add: Add) -> None:
         self._forward, self._runs, self._measure, self._add = forward, runs, measure, add
         self.loaded = [load(ids) for ids, _ in runs]
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Wraps forwards of which nothing is left."""
+        with attributes_put_back(self._forward.module), self._forward.gather.aside():
+            yield
 
     def try_out(self, index: int) -> Any:
         return [(sums.total, sums.count) for sums in self._measured(index, _copies(self.loaded[index]))]

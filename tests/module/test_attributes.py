@@ -1,0 +1,80 @@
+"""Tensors and numbers that a module keeps as plain attributes and changes in its forward."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import Engine, Plan, UserError
+from shoal.comm.simulation import simulate_world
+from shoal.models import regression
+from tests.exchange import teacher
+
+WIDTH = 24
+
+
+class Keeps(nn.Module):
+    """Centres its first layer's result by an average of what it was; `way`: how the average is kept."""
+
+    seen = 0
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.way, self.average = way, torch.zeros(WIDTH)
+        self.last, self.table = torch.zeros(WIDTH), torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        new = h.detach().mean(0)
+        if self.way == "bound":
+            self.average = 0.9 * self.average + 0.1 * new
+        elif self.way == "in place":
+            self.average.mul_(0.9).add_(new, alpha=0.1)
+        elif self.way == "number":
+            self.seen += 1
+            h = h / (1 + self.seen)
+        else:  # for who looks at it; and a table that is made as it is needed
+            self.last = new
+            if len(self.table) < WIDTH:
+                self.table = torch.cat([self.table, self.table.new_zeros(WIDTH - 4)])
+            h = h + self.table
+        return self.outward(h - self.average)
+
+
+def train(world, way: str, **plan) -> list[float]:
+    torch.set_num_threads(1)
+    optimizer, values = partial(torch.optim.SGD, lr=0.05), Plan(**(plan or {"dp": world.size}))
+    running = Engine(
+        partial(Keeps, way), regression, optimizer, values, global_batch=16, microbatch=4, dropout="fused", world=world
+    )
+    try:
+        return [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("way", ["bound", "in place"])
+def test_one_that_goes_from_microbatch_to_microbatch_is_refused(way):
+    """Replicas had other losses than one process, and said nothing."""
+    with pytest.raises(UserError, match=r"depends on average, a tensor that its module keeps.*register_buffer"):
+        simulate_world(2, train, way)
+
+
+def test_one_that_is_for_those_who_look_and_one_that_is_made_as_needed_are_not():
+    (one,), two = simulate_world(1, train, "looked at"), simulate_world(2, train, "looked at")
+    assert two[0] == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["bound", "in place", "number"])
+def test_a_forward_that_is_tried_out_for_stages_leaves_them(way):
+    """It went into the average, and was counted."""
+    (one,) = simulate_world(1, train, way)
+    for losses in simulate_world(2, partial(train, pp=2), way):
+        assert losses == pytest.approx(one, rel=1e-5)
