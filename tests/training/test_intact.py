@@ -55,6 +55,21 @@ class Averages(nn.Module):
         return self.outward((self.inward(x) + self.average(x)).tanh())
 
 
+class AveragesBuffer(Averages):
+    """Keeps the average as the refusals say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.average.weight.detach()
+        del self.average
+        self.register_buffer("average", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.lerp_(self.inward.weight.detach(), 0.5)
+        return self.outward((self.inward(x) + torch.nn.functional.linear(x, self.average)).tanh())
+
+
 class FirstValues(nn.Sequential):
     """Takes its bias from the first microbatch."""
 
@@ -80,12 +95,10 @@ class Doubles(nn.Module):
         return self.outward.double()(self.inward(x).tanh().double()).float()
 
 
-def made(world, model, precision: str = "fp32", **plan) -> Engine:
+def made(world, model, precision: str = "fp32", buffers: str = "exact", **plan) -> Engine:
     torch.set_num_threads(1)
-    plan = Plan(dp=world.size, **plan)
-    return Engine(
-        model, regression, SGD, plan, global_batch=16, microbatch=4, precision=precision, dropout="fused", world=world
-    )
+    how = {"global_batch": 16, "microbatch": 4, "precision": precision, "buffers": buffers, "dropout": "fused"}
+    return Engine(model, regression, SGD, Plan(dp=world.size, **plan), world=world, **how)
 
 
 def train(world, model, evaluates: bool = False, steps: int = 3, **how) -> list[float]:
@@ -122,6 +135,16 @@ def test_a_write_that_others_would_not_have_is_refused(where, what):
         simulate_world(size, partial(train, **how), model)
 
 
+@pytest.mark.parametrize("where", ["two ranks", "gathered", "offloaded"])
+def test_what_is_kept_in_a_buffer_trains(where):
+    size, how = ELSEWHERE[where]
+    (one,) = simulate_world(1, train, AveragesBuffer)
+    losses = simulate_world(size, partial(train, buffers="averaged", **how), AveragesBuffer)[0]
+    if size == 1:
+        assert losses == pytest.approx(one, rel=1e-5)
+    assert losses[0] == pytest.approx(one[0], rel=0.02), "ranks renew it side by side"
+
+
 @pytest.mark.parametrize("model", [partial(Averages, "bound anew"), Doubles], ids=["values", "form"])
 def test_a_trace_for_matrices_that_are_cut_leaves_weights_where_they_were(model):
     """What it was run on for a moment had been bound elsewhere then, where no initial values are known."""
@@ -143,6 +166,40 @@ def test_weights_in_one_memory_are_written_by_nobody(zero):
     """Each rank would write to what all of them share."""
     with pytest.raises(RankError, match="a forward writes to the weight average"):
         run_ranks(partial(train, zero=zero), 2, Averages)
+
+
+class Follows(nn.Module):
+    """A block with an average of its layer, which each forward renews."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.average = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average.weight.lerp_(self.layer.weight, 0.5)
+        return x + (self.layer(x) + self.average(x).detach()).tanh()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(Follows() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.outward(h)
+
+
+def test_a_block_that_is_computed_again_writes_to_no_weight():
+    """It wrote twice."""
+    assert len(simulate_world(1, train, Blocks)[0]) == 3
+    with pytest.raises(UserError, match=r"a forward writes to the weight blocks.*plan.recompute runs"):
+        simulate_world(1, partial(train, recompute="full"), Blocks)
 
 
 class InBlocks(nn.Module):

@@ -171,7 +171,10 @@ def _intact(local: Local, memory: Memory) -> Intact:
         lost = "the masters of which weights are made do not hear of it"
     if local.ranks.plan.size > 1:
         lost = "ranks run other numbers of forwards than one process, and some share their weights"
-    return Intact(memory.chunks, memory.parameters, lost, counted=local.flushes)
+    again = lost
+    if local.recompute is not None:
+        again = 'plan.recompute runs a part of each forward again, which writes twice (recompute = "none" does not)'
+    return Intact(memory.chunks, memory.parameters, lost, again, counted=local.flushes)
 
 
 def _delays(local: Local, versions: Versions) -> Delays:

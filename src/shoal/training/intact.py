@@ -21,6 +21,7 @@ class Intact:
 
     - `parameters`: views of `chunks`, which may be cut anew (see `follow`)
     - `lost`: why that goes wrong in a step; "" where each forward is one of one process
+    - `again`: why it goes wrong in a backward
     - `counted`: whether what autograd counts of writes comes from forwards alone, and parameters show one version
     """
 
@@ -29,10 +30,12 @@ class Intact:
         chunks: Sequence[Chunk] = (),
         parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
         lost: str = "",
+        again: str = "",
         counted: bool = True,
     ) -> None:
         self._chunks, self._parameters, self._lost, self._counted = chunks, parameters, lost, counted
-        self._forwards = 0
+        self._again, self._forwards = again, 0
+        self._last: list[int] | None = None  # versions after the forward before, in a step
         self._places: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.follow()
 
@@ -44,6 +47,7 @@ class Intact:
             if not chunk.passes
             for slot in chunk.slots
         }
+        self._last = None
 
     @contextmanager
     def forward(self, trains: bool = True) -> Iterator[None]:
@@ -53,6 +57,7 @@ class Intact:
         Autograd counts most writes; those to `parameter.data` are seen by the values, of the first forward and of ever
         fewer.
         """
+        self._check_backward()
         self._forwards += 1
         refusal = partial(written, lost=self._lost) if trains else written_aside
         versions, values = self._versions(), None
@@ -82,13 +87,24 @@ class Intact:
             raise written_aside(changed[0])
 
     def take_in(self) -> None:
-        """Brings weights that forwards of a step have bound to memory of their own, where that goes well, into the
-        chunks: an update is made there."""
+        """Ends the forwards and backwards of a step: brings weights that were bound to memory of their own, where that
+        goes well, into the chunks, in which an update is made. Raises UserError where a backward has changed weights,
+        and that goes wrong."""
+        self._check_backward()
+        self._last = None
         for name in self._bound_anew():
             parameter, view = self._places[name]
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
+
+    def forget(self) -> None:
+        """Begins a step."""
+        self._last = None
+
+    def _check_backward(self) -> None:
+        if self._again and self._last is not None and (found := self._moved(self._last)):
+            raise written(one_of(found), self._again)
 
     def _check(self, versions: list[int], values: Tensor | None, refusal: Callable[[str], UserError]) -> None:
         moved = self._bound_anew()
@@ -99,12 +115,17 @@ class Intact:
                 f"it was {tuple(view.shape)} of {view.dtype}. Convert what the layer is given, or what it returns, or "
                 "the model before it is trained"
             )
+        self._last = self._versions()
         if self._lost:
             if found := moved or ([] if values is None else self._changed(values)):
                 raise refusal(found[0])
-            now = zip(self._places, versions, self._versions(), strict=True)
-            if found := [name for name, before, after in now if before != after]:  # they share the counter of a chunk
+            if found := self._moved(versions):
                 raise refusal(one_of(found))
+
+    def _moved(self, versions: Sequence[int]) -> list[str]:
+        """Names the parameters with other versions now: those that share the counter of a chunk in which one is."""
+        now = zip(self._places, versions, self._versions(), strict=True)
+        return [name for name, before, after in now if before != after]
 
     def _versions(self) -> list[int]:
         return [parameter._version if self._counted else 0 for parameter, _ in self._places.values()]
@@ -118,12 +139,12 @@ class Intact:
 
     @torch.no_grad()
     def _values(self) -> Tensor:
-        """A number for the values of each parameter."""
+        """Two numbers for the values of each parameter: bits that are equal cancel out in the first."""
         numbers = [_number(parameter) for parameter, _ in self._places.values()]
-        return torch.stack(numbers) if numbers else torch.empty(0)
+        return torch.stack(numbers) if numbers else torch.empty(0, 2)
 
     def _changed(self, values: Tensor) -> list[str]:
-        changed = (self._values() != values).tolist()
+        changed = (self._values() != values).any(1).tolist()
         return [name for name, each in zip(self._places, changed, strict=True) if each]
 
 
@@ -133,5 +154,6 @@ def _like(parameter: Tensor, view: Tensor) -> bool:
 
 def _number(parameter: Tensor) -> Tensor:
     if not parameter.numel():
-        return torch.zeros((), dtype=torch.uint64, device=parameter.device)
-    return torch.hash_tensor(torch.view_as_real(parameter) if parameter.is_complex() else parameter)
+        return torch.zeros(2, dtype=torch.int64, device=parameter.device)
+    total = parameter.sum(dtype=torch.float64)
+    return torch.stack([torch.hash_tensor(parameter).view(torch.int64), total.view(torch.int64)])

@@ -111,6 +111,7 @@ class StepRunner:
         self._reduce.begin(step, most, alike)  # ends what an error has left of the step before
         self._trained.algorithm.begin(step)
         self._effects.begin(step)
+        self.forward.intact.forget()
         if self._trained.buddy is not None:
             self._trained.buddy.begin(step)
         self._phase = _Phase.OPEN
