@@ -420,3 +420,40 @@ def test_a_second_forward_finds_no_cache(kind):
         losses.append([engine.step(batch).loss for batch in engine.batches(text()[:4], steps=2)])
         engine.close()
     assert losses[0] == losses[1]
+
+
+class WithOtherWeights(nn.Module):
+    """Calls a block once more with weights that are computed of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, 24), nn.Linear(24, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            half = {name: each * 0.5 for name, each in block.named_parameters()}
+            h = h + torch.func.functional_call(block, half, (h,))
+            h = h + block(h)
+        return self.outward(h)
+
+
+def with_other_weights(world: World, recompute: str, **plan) -> list[float]:
+    torch.set_num_threads(1)
+    running = Engine(
+        WithOtherWeights, regression, partial(torch.optim.SGD, lr=0.05),
+        Plan(dp=world.size, recompute=recompute, **plan), global_batch=16, microbatch=4, world=world,
+    )  # fmt: skip
+    try:
+        return [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_block_is_computed_again_with_the_weights_that_it_was_given(zero):
+    """It was with its own, and gradients were others."""
+    (kept,) = simulate_world(1, with_other_weights, "none")
+    for losses in simulate_world(2, partial(with_other_weights, zero=zero), "full"):
+        assert losses == pytest.approx(kept, rel=1e-5)

@@ -16,8 +16,8 @@ the recomputed part, run once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -185,11 +185,12 @@ class _Block:
                 return run(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             failed = False
-            found = self._buffers()
+            found, weights = self._buffers(), _weights(module)
             given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
             draws = partial(host_draws, host_state())
-            both = first, _Anew([draws, *makers, partial(self._as_found, found), given.found_again, second])
+            as_found = [partial(self._as_found, found), partial(_in_place_of_own, weights)]
+            both = first, _Anew([draws, *makers, *as_found, given.found_again, second])
             try:
                 return checkpoint(
                     lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
@@ -244,6 +245,26 @@ class _Block:
         """Gives buffers the values that the first forward found, inside the context."""
         values = {id(each.copy): each.copy.clone() for each in found.values()}
         return replaced([(each.owner, each.key, values[id(each.copy)]) for each in found.values()])
+
+
+def _weights(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns what `module` has for parameters now, each with its table and its key there: for a call of
+    torch.func.functional_call other tensors."""
+    tables = [table for each in module.modules() if isinstance(table := each._parameters, dict)]
+    return [(table, key, value) for table in tables for key, value in dict.items(table)]  # asked for, they would come
+
+
+@contextmanager
+def _in_place_of_own(weights: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Puts `weights` where others are, inside the context."""
+    others = [(table, key, dict.get(table, key)) for table, key, value in weights if dict.get(table, key) is not value]
+    for table, key, value in weights if others else ():
+        dict.__setitem__(table, key, value)
+    try:
+        yield
+    finally:
+        for table, key, value in others:
+            dict.__setitem__(table, key, value)
 
 
 class _Found(NamedTuple):
