@@ -78,3 +78,45 @@ def test_a_forward_that_is_tried_out_for_stages_leaves_them(way):
     (one,) = simulate_world(1, train, way)
     for losses in simulate_world(2, partial(train, pp=2), way):
         assert losses == pytest.approx(one, rel=1e-5)
+
+
+class Centres(nn.Module):
+    """A block that centres its result by an average, and weighs it by how often it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.average, self.seen = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        h = self.layer(x).tanh()
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return x + (h - self.average).square() / self.seen
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(Centres() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.outward(h)
+
+
+def in_blocks(world, recompute: str) -> list[float]:
+    torch.set_num_threads(1)
+    optimizer, plan = partial(torch.optim.SGD, lr=0.05), Plan(recompute=recompute)
+    running = Engine(Centred, regression, optimizer, plan, global_batch=16, microbatch=4, world=world)
+    try:
+        return [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
+    finally:
+        running.close()
+
+
+def test_a_block_that_is_computed_again_finds_them_as_before():
+    """It went on with those of the first forward, and gradients were others."""
+    assert simulate_world(1, in_blocks, "full") == simulate_world(1, in_blocks, "none")

@@ -3,8 +3,9 @@ and which no checkpoint has."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,34 @@ def _has_memory(value: object, weights: Collection[int]) -> bool:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(one.detach().to(other.dtype), other)
+
+
+Plain = tuple[dict[str, Any], str, Any]
+"""A plain attribute: the table that has it, its name, its value."""
+
+
+def plain_attributes(root: nn.Module) -> list[Plain]:
+    """Returns the tensors, numbers and flags that modules of `root` keep as plain attributes now."""
+    tables = [vars(each) for each in root.modules()]
+    return [
+        (table, name, value)
+        for table in tables
+        for name, value in table.items()
+        if type(value) in (Tensor, int, float, bool)
+    ]
+
+
+@contextmanager
+def attributes_as_found(found: Sequence[Plain]) -> Iterator[None]:
+    """Gives plain attributes the values that they were `found` with, inside the context."""
+    now = [(table, name, table[name]) for table, name, _ in found if name in table]
+    for table, name, value in found:
+        table[name] = value
+    try:
+        yield
+    finally:
+        for table, name, value in now:
+            table[name] = value
 
 
 @contextmanager

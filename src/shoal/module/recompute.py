@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserError, check_choice
+from shoal.module.attributes import attributes_as_found, plain_attributes
 from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffers import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
@@ -185,12 +186,13 @@ class _Block:
                 return run(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             failed = False
-            found, weights = self._buffers(), _weights(module)
+            found, weights, plain = self._buffers(), _weights(module), plain_attributes(module)
             given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
             draws = partial(host_draws, host_state())
-            as_found = [partial(self._as_found, found), partial(_in_place_of_own, weights)]
-            both = first, _Anew([draws, *makers, *as_found, given.found_again, second])
+            repeated: list[Callable[[], AbstractContextManager[Any]]] = [partial(attributes_as_found, plain), draws]
+            repeated += [*makers, partial(self._as_found, found), partial(_in_place_of_own, weights)]
+            both = first, _Anew([*repeated, given.found_again, second])
             try:
                 return checkpoint(
                     lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
