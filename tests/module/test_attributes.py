@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -78,6 +79,47 @@ def test_a_forward_that_is_tried_out_for_stages_leaves_them(way):
     (one,) = simulate_world(1, train, way)
     for losses in simulate_world(2, partial(train, pp=2), way):
         assert losses == pytest.approx(one, rel=1e-5)
+
+
+class Hides(nn.Module):
+    """Follows its first layer by one that is registered nowhere, which stays as it is or not."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.hidden, self.follows = [copy.deepcopy(self.inward)], follows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.follows and self.training:
+            with torch.no_grad():
+                self.hidden[0].weight.lerp_(self.inward.weight, 0.5)
+        return self.outward((self.inward(x) + self.hidden[0](x).detach()).tanh())
+
+
+def with_hidden(world, follows: bool) -> list[float]:
+    torch.set_num_threads(1)
+    optimizer, plan = partial(torch.optim.SGD, lr=0.05), Plan(dp=world.size)
+    running = Engine(
+        partial(Hides, follows),
+        regression,
+        optimizer,
+        plan,
+        global_batch=16,
+        microbatch=4,
+        dropout="fused",
+        world=world,
+    )
+    try:
+        return [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
+    finally:
+        running.close()
+
+
+def test_a_module_that_is_registered_nowhere_stays_as_it_is():
+    (one,), two = simulate_world(1, with_hidden, False), simulate_world(2, with_hidden, False)
+    assert two[0] == pytest.approx(one, rel=1e-5)
+    with pytest.raises(UserError, match=r"depends on hidden.weight, a tensor"):
+        simulate_world(2, with_hidden, True)
 
 
 class Centres(nn.Module):

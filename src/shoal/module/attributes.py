@@ -9,38 +9,65 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
 from shoal.module.record import storage_of
 
 
 class Kept:
-    """The tensors that modules of `root` keep as plain attributes, but for views of parameters."""
+    """The tensors that modules of `root` keep as plain attributes, but for views of parameters, and those of modules
+    that they keep so."""
 
     def __init__(self, root: nn.Module) -> None:
-        weights = _storages(root)
-        self._places = {
-            f"{prefix}.{name}".lstrip("."): (owner, name)
-            for prefix, owner in root.named_modules()
-            for name, value in vars(owner).items()
-            if _has_memory(value, weights)
-        }
+        weights, registered = _storages(root), set(root.modules())
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        for prefix, owner in root.named_modules():
+            for name, value in vars(owner).items():
+                full = f"{prefix}.{name}".lstrip(".")
+                if _has_memory(value, weights):
+                    self._places[full] = vars(owner), name
+                elif name != "_modules":
+                    for hidden in tree_leaves(value) if isinstance(value, list | tuple | dict | nn.Module) else ():
+                        if isinstance(hidden, nn.Module) and hidden not in registered:
+                            self._places |= _inside(hidden, full)
 
     def now(self) -> dict[str, Tensor]:
         """The tensors by name, as far as they still are tensors."""
         places = self._places.items()
-        return {name: kept for name, (owner, key) in places if isinstance(kept := vars(owner).get(key), Tensor)}
+        return {name: kept for name, (table, key) in places if isinstance(kept := table.get(key), Tensor)}
 
-    def check(self, before: Mapping[str, Tensor], copies: Mapping[str, Tensor], used: Collection[str]) -> None:
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        """What the tensors look like now: shape, dtype and two numbers."""
+        return {name: (each.shape, each.dtype, number_of(each).tolist()) for name, each in self.now().items()}
+
+    def check(self, before: Mapping[str, tuple[Any, ...]], used: Collection[str]) -> None:
         """Raises UserError for one that a forward has used and given other values: it goes from microbatch to
-        microbatch. `before`: as `now` before the forward, with `copies` of the values; `used`: names."""
-        for name, kept in self.now().items():
-            if name in used and name in before and kept.shape == before[name].shape and _differ(kept, copies[name]):
+        microbatch. `before`: `values` before the forward; `used`: names."""
+        for name, now in self.values().items() if used else ():
+            if name in used and name in before and now[:2] == before[name][:2] and now != before[name]:
                 raise UserError(
                     f"a forward depends on {name}, a tensor that its module keeps as a plain attribute, and changes "
                     "it: each replica would go on with another one. Keep it in a buffer (self.register_buffer), on "
                     "which replicas agree, or take plan.dp = 1"
                 )
+
+
+def number_of(tensor: Tensor) -> Tensor:
+    """Returns two numbers (int64 [2]) for the values of `tensor`: bits that are equal cancel out in the first."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    total = plain.sum(dtype=torch.float64)
+    return torch.stack([torch.hash_tensor(plain).view(torch.int64), total.view(torch.int64)])
+
+
+def _inside(hidden: nn.Module, prefix: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Returns the places of the parameters and buffers of a module that is registered nowhere."""
+    tables = [(name, table) for name, each in hidden.named_modules() for table in (each._parameters, each._buffers)]
+    return {
+        ".".join(part for part in (prefix, name, key) if part): (table, key) for name, table in tables for key in table
+    }
 
 
 def _storages(root: nn.Module) -> set[int]:
@@ -52,10 +79,6 @@ def _has_memory(value: object, weights: Collection[int]) -> bool:
     if type(value) is not Tensor or value.layout != torch.strided:
         return False
     return storage_of(value) not in weights and value.untyped_storage().nbytes() >= value.nbytes
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(one.detach().to(other.dtype), other)
 
 
 Plain = tuple[dict[str, Any], str, Any]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.chunks import Chunk
 from shoal.chunks.written import one_of, written, written_aside
 from shoal.errors import UserError
+from shoal.module.attributes import number_of
 
 
 class Intact:
@@ -139,8 +140,8 @@ class Intact:
 
     @torch.no_grad()
     def _values(self) -> Tensor:
-        """Two numbers for the values of each parameter: bits that are equal cancel out in the first."""
-        numbers = [_number(parameter) for parameter, _ in self._places.values()]
+        """Two numbers for the values of each parameter."""
+        numbers = [number_of(parameter) for parameter, _ in self._places.values()]
         return torch.stack(numbers) if numbers else torch.empty(0, 2)
 
     def _changed(self, values: Tensor) -> list[str]:
@@ -150,10 +151,3 @@ class Intact:
 
 def _like(parameter: Tensor, view: Tensor) -> bool:
     return (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)
-
-
-def _number(parameter: Tensor) -> Tensor:
-    if not parameter.numel():
-        return torch.zeros(2, dtype=torch.int64, device=parameter.device)
-    total = parameter.sum(dtype=torch.float64)
-    return torch.stack([torch.hash_tensor(parameter).view(torch.int64), total.view(torch.int64)])
