@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
@@ -33,9 +34,9 @@ class Kept:
                             self._places |= _inside(hidden, full)
 
     def now(self) -> dict[str, Tensor]:
-        """The tensors by name, as far as they still are tensors."""
-        places = self._places.items()
-        return {name: kept for name, (table, key) in places if isinstance(kept := table.get(key), Tensor)}
+        """The tensors by name, as far as they still are tensors, and no fake ones of other stages."""
+        places = [(name, table.get(key)) for name, (table, key) in self._places.items()]
+        return {name: kept for name, kept in places if isinstance(kept, Tensor) and not isinstance(kept, FakeTensor)}
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """What the tensors look like now: shape, dtype and two numbers."""
@@ -65,9 +66,8 @@ def number_of(tensor: Tensor) -> Tensor:
 def _inside(hidden: nn.Module, prefix: str) -> dict[str, tuple[dict[str, Any], str]]:
     """Returns the places of the parameters and buffers of a module that is registered nowhere."""
     tables = [(name, table) for name, each in hidden.named_modules() for table in (each._parameters, each._buffers)]
-    return {
-        ".".join(part for part in (prefix, name, key) if part): (table, key) for name, table in tables for key in table
-    }
+    places = [(name, key, table) for name, table in tables if isinstance(table, dict) for key in table]
+    return {".".join(part for part in (prefix, name, key) if part): (table, key) for name, key, table in places}
 
 
 def _storages(root: nn.Module) -> set[int]:
