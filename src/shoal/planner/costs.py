@@ -39,14 +39,12 @@ Pairs = tuple[tuple[str, float], ...]
 @dataclass(frozen=True)
 class Spent:
     """Seconds of one microbatch of a piece: `forward` and `backward` of computing, and of communication by what its
-    ranks divide, in each direction. `again`: of its blocks by recompute policy, what backward computes again, and what
-    that sends."""
+    ranks divide, in each direction."""
 
     forward: float
     backward: float
     sent_forward: Pairs
     sent_backward: Pairs
-    again: dict[str, tuple[float, Pairs]]
 
 
 @dataclass(frozen=True)
@@ -92,13 +90,15 @@ class Prices:
 
     def __init__(self, task: Task, compiled: bool = False, known: Prices | None = None) -> None:
         self.task, self._cluster, self.compiled = task, task.cluster, compiled
-        self._known, self._spent = known, cache(self._spend)
+        self._known, self._spent, self._again = known, cache(self._spend), cache(self._repeat)
         self.alike, self.blocks = cache(self._alike), cache(self._blocks_of)
         self.is_known = cache(self._has_same_links)
         if known is None:
-            self._computed, self._sizes, self.speeds = cache(self._compute), cache(self._measure), cache(self._speeds)
+            self._computed, self._recomputed = cache(self._compute), cache(self._recompute)
+            self._sizes, self.speeds = cache(self._measure), cache(self._speeds)
         else:
-            self._computed, self._sizes, self.speeds = known._computed, known._sizes, known.speeds
+            self._computed, self._recomputed = known._computed, known._recomputed
+            self._sizes, self.speeds = known._sizes, known.speeds
 
     @cached_property
     def pieces(self) -> list[list[PartProfile]]:
@@ -152,6 +152,13 @@ class Prices:
             return self._known.spent(place, spread, rows)
         return self._spent(self.like[place], spread, rows)
 
+    def again(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
+        """Of the blocks of a piece by recompute policy: seconds of what backward computes again, and what that
+        sends."""
+        if self._known is not None and self.is_known(spread):
+            return self._known.again(place, spread, rows)
+        return self._again(self.like[place], spread, rows)
+
     def sizes(self, place: int, spread: Spread) -> Sizes:
         """What a rank holds of a piece."""
         return self._sizes(self.like[place], spread)
@@ -175,16 +182,23 @@ class Prices:
             min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
         ]
 
-    def _compute(self, place: int, spread: Spread, rows: int) -> tuple[float, float, float, float]:
-        """Seconds of computing of a piece, forward and backward, and again of its blocks, some and all of it."""
+    def _compute(self, place: int, spread: Spread, rows: int) -> tuple[float, float]:
+        """Seconds of computing of a piece, forward and backward."""
+        own = self.pieces[place]
+
+        def seconds(times: Times) -> float:
+            how = times, self.slowest, self.task.numbers
+            return math.fsum(seconds_of(each, spread, rows, *how, self.compiled and each.is_block) for each in own)
+
+        there, back = self._probed(own, spread, rows)
+        backward = seconds(BACKWARD) + ((back - 1) * seconds(UNADDED) if back != 1 else 0.0)
+        return there * seconds(FORWARD), self.slowest.backward * backward
+
+    def _recompute(self, place: int, spread: Spread, rows: int) -> tuple[float, float]:
+        """Seconds of computing the blocks of a piece again, some and all of them."""
         own, device = self.pieces[place], self.slowest
         blocks = [part for part in own if part.is_block]
-        forward, unadded, backward = (
-            math.fsum(self._seconds(part, spread, rows, times) for part in own)
-            for times in (FORWARD, UNADDED, BACKWARD)
-        )
         there, back = self._probed(own, spread, rows)
-        forward, backward = there * forward, device.backward * (backward + (back - 1) * unadded)
 
         def again(part: PartProfile, times: Times, asked: float) -> float:
             how = device, self.task.numbers, self.compiled and part.is_block
@@ -192,24 +206,19 @@ class Prices:
 
         some = math.fsum(again(part, Times(0, 0, 1), asked_of(device).selecting) for part in blocks)
         full = math.fsum(again(part, Times(1 - part.spared, 1, 1), asked_of(device).recalling) for part in blocks)
-        return forward, backward, some, full
+        return some, full
 
     def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
-        forward, backward, some, full = self._computed(place, spread, rows)
-        own = self.pieces[place]
-        blocks = [part for part in own if part.is_block]
-        sent = self._carried(own, spread, rows)
-        return Spent(
-            forward,
-            backward,
-            _summed((kind(message), seconds) for message, seconds in sent),
-            _summed((kind(message), seconds * message.again) for message, seconds in sent),
-            {
-                "none": (0.0, ()),
-                "selective": (some, ()),
-                "full": (full, _summed((kind(each), seconds) for each, seconds in self._carried(blocks, spread, rows))),
-            },
-        )
+        sent = self._carried(self.pieces[place], spread, rows)
+        there = _summed((kind(message), seconds) for message, seconds in sent)
+        back = _summed((kind(message), seconds * message.again) for message, seconds in sent)
+        return Spent(*self._computed(place, spread, rows), there, back)
+
+    def _repeat(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
+        some, full = self._recomputed(place, spread, rows)
+        sent = self._carried([part for part in self.pieces[place] if part.is_block], spread, rows)
+        carried = _summed((kind(message), seconds) for message, seconds in sent)
+        return {"none": (0.0, ()), "selective": (some, ()), "full": (full, carried)}
 
     def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: int) -> tuple[float, float]:
         """How many times longer than counted forward and backward take, of as many rows as a rank has a share of."""
@@ -224,10 +233,6 @@ class Prices:
         """The messages of a forward that take time, and how much."""
         messages = (message for part in parts for message in part.messages)
         return [(each, seconds) for each in messages if (seconds := self.carried(each, spread, rows))]
-
-    def _seconds(self, part: PartProfile, spread: Spread, rows: int, times: Times) -> float:
-        """Seconds of a part of the model on the slowest device, with so many times a forward."""
-        return seconds_of(part, spread, rows, times, self.slowest, self.task.numbers, self.compiled and part.is_block)
 
     def carried(self, message: Message, spread: Spread, rows: int) -> float:
         """Seconds of a message in forward; 0 where no ranks divide that."""

@@ -147,6 +147,10 @@ class Estimates(Timed):
             most = math.ceil(math.ceil(self.task.rows / choice.microbatch) / len(replicas.kinds))
         return self._fullest(choice, lane, counts, most)
 
+    def timed(self, choice: Choice) -> float:
+        """Seconds of a choice but for what copies of the model share, where each stage computes again what it must."""
+        return math.fsum(self._in_lane(choice, self.lane(choice), self.counts(choice), self._meets(choice))[0].values())
+
     def looked(self, choice: Choice) -> Begun:
         """What says of `choice` whether it fits where each stage computes again what it must, in the least time."""
         return self._begun(choice.spread, choice)

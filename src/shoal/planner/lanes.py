@@ -78,6 +78,7 @@ class Lane:
 
     def __init__(self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, policies: tuple[str, ...]) -> None:
         self.cuts, self._prices, self._spread, self._rows, self.policies = cuts, prices, spread, rows, policies
+        self._each = spread, rows
         self.ranks, self.stages = spread.stages, len(cuts.pieces)
         self.speeds = prices.speeds(spread.stages)
 
@@ -125,12 +126,9 @@ class Lane:
         for stage, number in zip(range(rank, self.stages, self.ranks), flying, strict=True):
             last = max((numbers[-1] for _, numbers in self.cuts.blocks[stage]), default=-1)
             for place, numbers in self.cuts.blocks[stage]:
-                spent, size = (
-                    self._prices.spent(place, self._spread, self._rows),
-                    self._prices.sizes(place, self._spread),
-                )
-                again = [spent.again[policy] for policy in self.policies]
-                costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in again]
+                again, size = self._prices.again(place, *self._each), self._prices.sizes(place, self._spread)
+                ways = (again[policy] for policy in self.policies)
+                costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in ways]
                 frees = [number * self._rows * size.frees(policy) for policy in self.policies]
                 kinds.append(Kind(len(numbers) - (spared and numbers[-1] == last), tuple(frees), tuple(costs)))
         return tuple(kinds)
@@ -151,9 +149,9 @@ class Lane:
         """Seconds that backward of a stage computes again, on the slowest device, and that it sends again."""
         seconds, sends = 0.0, dict[str, float]()
         for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True):
-            spent = self._prices.spent(place, self._spread, self._rows)
+            again = self._prices.again(place, *self._each)
             for policy, number in zip(self.policies, numbers, strict=True):
-                own, sent = spent.again[policy]
+                own, sent = again[policy]
                 seconds += number * own
                 for what, each in sent if number else ():
                     sends[what] = sends.get(what, 0.0) + number * each

@@ -24,7 +24,7 @@ from shoal.planner.degrees import PINS, Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.held import Held
 from shoal.planner.pieces import grouped
-from shoal.planner.task import Choice, Estimate, Found, Task, spoken
+from shoal.planner.task import EXACT, Choice, Estimate, Found, Task, spoken
 
 BEST = 12
 """Candidates that are kept for the simulation of events."""
@@ -97,7 +97,7 @@ class Search(Choices):
                 continue
             self._priced += 1
             choice = replace(first, zero=zero, shard=shard, offload=away, exchange=how)
-            if self._is_slow(choice):
+            if self._is_slow(choice) or not self._has_room(choice):
                 continue
             begun = self.looked(choice)
             if (fits := self.fits(choice, begun.fullest)) and (away or self._at_ease(begun)):
@@ -118,7 +118,19 @@ class Search(Choices):
         if math.isinf(self._worst):
             return False
         seconds, again = self.floor(choice)
-        return (again or choice.offload is not None) and self._ranked(choice, seconds) >= self._worst
+        if not again and choice.offload is None:
+            return False
+        if self._ranked(choice, seconds) >= self._worst:
+            return True
+        return choice.offload is not None and self._ranked(choice, self.timed(choice)) >= self._worst
+
+    def _has_room(self, choice: Choice) -> bool:
+        """Whether there is room for a choice whose state is at home on the host, as far as can be told before it is
+        asked: of those that differ in how ranks share it, the one that all of them share needs least."""
+        if choice.offload is None or math.isinf(self._worst) or {"zero", "shard"} & set(self.task.pins):
+            return True
+        least = replace(choice, zero=3 if choice.spread.replicas > 1 else 0, shard=None, exchange=EXACT)
+        return least == choice or self.fits(least, self.looked(least).fullest)
 
     def fits(self, choice: Choice, has: Held) -> bool:
         """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""
