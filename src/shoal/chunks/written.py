@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks.chunk import Chunk
+from shoal.comm.outside import outside_checkpoints
 from shoal.errors import UserError
 
 GATHERED = "weights come together for each use here (plan.zero = 3, plan.memory), and what is written is dropped"
@@ -82,7 +83,9 @@ class Copies:
         if compares and self._compared is not None:
             self._compared.add(chunk.index)
         if (counted or compares) and not self.found:
-            self.found = _changed(chunk) or (one_of([slot.name for slot in chunk.slots]) if counted else "")
+            with outside_checkpoints():  # weights come and go in the middle of blocks that are computed again
+                changed = _changed(chunk)
+            self.found = changed or (one_of([slot.name for slot in chunk.slots]) if counted else "")
 
     def check(self) -> None:
         """Raises UserError where somebody has written."""

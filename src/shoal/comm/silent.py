@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shoal.comm.collectives import Group
 from shoal.comm.lane import Lane, Ticket
+from shoal.comm.outside import outside_checkpoints
 from shoal.comm.reductions import combined, finish
 from shoal.comm.sockets import pieces, pieces_of_sum
 from shoal.comm.transport import NoSharedMemory, sent_bytes
@@ -187,22 +185,8 @@ class AtOnce(Lane):
         return AtOnce(self._device, self.ledger)
 
     def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
-        with _outside_checkpoints():
+        with outside_checkpoints():
             work()
         ticket = Ticket(self)
         ticket.done = True
         return ticket
-
-
-@contextmanager
-def _outside_checkpoints() -> Iterator[None]:
-    """Leaves the modes of a block that is checkpointed in part: what a lane does in the middle of it, on a thread of
-    its own, is none of its operations."""
-    left = []
-    while isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
-        left.append(_pop_mode())
-    try:
-        yield
-    finally:
-        for mode in reversed(left):
-            _push_mode(mode)
