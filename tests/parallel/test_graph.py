@@ -88,6 +88,42 @@ class Model(nn.Module):
         return self.head(self.norm(h + side))
 
 
+class Weighed(nn.Module):
+    """Channels that a small net weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.less, self.more = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.more(self.less(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+
+
+class Ghost(nn.Module):
+    """Channels, and behind them what is made of each: two parts of a rank in one dim, which a small net weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.each = nn.Conv2d(8, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.weighed, self.narrow = Weighed(), nn.Conv2d(12, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.wide(x).relu()
+        return x + self.narrow(self.weighed(torch.cat([half, self.each(half)], 1)))
+
+
+class Doubled(nn.Module):
+    """Two of them between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.blocks = nn.Sequential(Ghost(), Ghost())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.words(ids).transpose(1, 2)[:, :, None])[:, :, 0].transpose(1, 2))
+
+
 def samples() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     return [{"ids": torch.randint(31, (9,), generator=draw)} for _ in range(8)]
@@ -141,6 +177,13 @@ def test_a_model_without_rules_is_cut_and_trains_as_on_one_process(plan):
             and "picture.less row 4 x 12 x 1 x 1 4 x 6 x 1 x 1" in rows
         )
         assert "words vocabulary 31 x 8 16 x 8" in rows or "words vocabulary 31 x 8 15 x 8" in rows
+
+
+def test_a_layer_on_parts_that_are_put_behind_each_other_is_confirmed_where_they_are_whole_again():
+    alone, *_ = simulate_world(1, trained, {}, None, Doubled)[0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Doubled):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "blocks.*.weighed.less row 4 x 12 x 1 x 1 4 x 6 x 1 x 1 2 layers" in rows_of(layers)
 
 
 def saved(world, plan: dict, directory: Path) -> None:

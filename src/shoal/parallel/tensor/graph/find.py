@@ -220,9 +220,13 @@ class _Describing:
         )
 
     def units(self) -> list[tuple[Unit, frozenset[Atom]]]:
-        return units_of(
-            self._flow, self._roles, self._chosen, lambda each: self._taken(each) if self._cuts(each) else None
-        )
+        def taken(tensor: Tensor) -> Piece | None:
+            return self._taken(tensor) if self._cuts(tensor) else None
+
+        def is_one(tensor: Tensor) -> bool:
+            return not self._cuts(tensor) or _drawn(self._flow, tensor, self._chosen) is not None
+
+        return units_of(self._flow, self._roles, self._chosen, taken, is_one)
 
     def _draws(self) -> dict[str, tuple[Piece | None, ...]]:
         orders, _ = draws_of(self._flow.trace, self._cuts)

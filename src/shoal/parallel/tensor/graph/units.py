@@ -15,11 +15,17 @@ from shoal.parallel.tensor.piece import Piece
 
 
 def units_of(
-    flow: Flow, roles: Roles, chosen: frozenset[Atom], taken: Callable[[Tensor], Piece | None]
+    flow: Flow,
+    roles: Roles,
+    chosen: frozenset[Atom],
+    taken: Callable[[Tensor], Piece | None],
+    is_one: Callable[[Tensor], bool],
 ) -> list[tuple[Unit, frozenset[Atom]]]:
     """Returns a unit for each layer that ends a cut, each module once, with the atoms that are cut there.
 
     taken: the part of a tensor that a rank has; None for a whole one
+    is_one: whether that is one part; results that are put behind each other have several, and are compared where they
+        have gone on to be whole
     """
 
     def cut(dim: Dim) -> frozenset[Atom]:
@@ -33,16 +39,27 @@ def units_of(
         if not its:
             continue
         call = _around(end, [begin for begin, theirs in begins if theirs & its])
+        while call is not None and not all(map(is_one, (*_parted(call, roles).values(), *_results(call)))):
+            call = call.above
         if call is None:
             continue
-        given, results = tensors_in((call.args, call.kwargs)), tensors_in(call.result)
-        sliced = roles.sliced.get(call.name, {})
-        takes = [taken(each) if id(each) in roles.parts and at not in sliced else None for at, each in enumerate(given)]
-        gives = [taken(each) for each in results if each.is_floating_point()]
+        given, parted = tensors_in((call.args, call.kwargs)), _parted(call, roles)
+        takes = [taken(each) if at in parted else None for at, each in enumerate(given)]
+        gives = [taken(each) for each in _results(call)]
         judged = frozenset(at for at, each in enumerate(given) if id(each) in roles.whole)
         found[id(call)] = Unit(call, takes, gives, judged)
         atoms[id(call)] = atoms.get(id(call), frozenset()) | its
     return [(unit, atoms[key]) for key, unit in found.items()]
+
+
+def _parted(call: Call, roles: Roles) -> dict[int, Tensor]:
+    """The arguments of which a rank has a part before the call, by place."""
+    sliced, given = roles.sliced.get(call.name, {}), tensors_in((call.args, call.kwargs))
+    return {at: each for at, each in enumerate(given) if id(each) in roles.parts and at not in sliced}
+
+
+def _results(call: Call) -> list[Tensor]:
+    return [each for each in tensors_in(call.result) if each.is_floating_point()]
 
 
 def _around(end: Call, begins: list[Call]) -> Call | None:
