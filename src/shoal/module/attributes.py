@@ -54,13 +54,19 @@ class Kept:
                 )
 
 
+AT_ONCE = 2**18
+"""Numbers of a tensor that are added at a time: torch makes a copy of what it adds in another format."""
+
+
 def number_of(tensor: Tensor) -> Tensor:
     """Returns two numbers (int64 [2]) for the values of `tensor`: bits that are equal cancel out in the first."""
     if not tensor.numel() or tensor.layout != torch.strided:
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    total = plain.sum(dtype=torch.float64)
-    return torch.stack([torch.hash_tensor(plain).view(torch.int64), total.view(torch.int64)])
+    pieces = plain.flatten().split(AT_ONCE)
+    total = torch.stack([each.sum(dtype=torch.float64) for each in pieces]).sum()
+    xor = torch.hash_tensor(torch.stack([torch.hash_tensor(each).view(torch.int64) for each in pieces]))
+    return torch.stack([xor.view(torch.int64), total.view(torch.int64)])
 
 
 def _inside(hidden: nn.Module, prefix: str) -> dict[str, tuple[dict[str, Any], str]]:

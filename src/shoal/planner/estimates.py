@@ -149,6 +149,10 @@ class Estimates(Timed):
 
     def timed(self, choice: Choice) -> float:
         """Seconds of a choice but for what copies of the model share, where each stage computes again what it must."""
+        return self._seconds(choice.spread, choice)
+
+    @once_in_as_much_memory
+    def _seconds(self, spread: Spread, choice: Choice) -> float:
         return math.fsum(self._in_lane(choice, self.lane(choice), self.counts(choice), self._meets(choice))[0].values())
 
     def looked(self, choice: Choice) -> Begun:

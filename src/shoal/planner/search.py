@@ -117,6 +117,7 @@ class Search(Choices):
         long beside moves as what goes to the host."""
         if math.isinf(self._worst):
             return False
+        choice = self._as_on_host(choice)
         seconds, again = self.floor(choice)
         if not again and choice.offload is None:
             return False
@@ -130,7 +131,17 @@ class Search(Choices):
         if choice.offload is None or math.isinf(self._worst) or {"zero", "shard"} & set(self.task.pins):
             return True
         least = replace(choice, zero=3 if choice.spread.replicas > 1 else 0, shard=None, exchange=EXACT)
+        near = self._as_on_host(least)
+        if near != least and self.looked(near).fullest.bytes > self.most(near):
+            return False
         return least == choice or self.fits(least, self.looked(least).fullest)
+
+    def _as_on_host(self, choice: Choice) -> Choice:
+        """The choice whose host has room for what goes to a disk: it takes as much of the device, and computes the
+        same in the same time."""
+        if choice.offload is None or choice.offload.disk is None or self.prices.slowest.on_host:
+            return choice
+        return replace(choice, offload=replace(choice.offload, host=None, disk=None))
 
     def fits(self, choice: Choice, has: Held) -> bool:
         """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""
