@@ -153,8 +153,8 @@ class Prices:
         return self._spent(self.like[place], spread, rows)
 
     def again(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
-        """Of the blocks of a piece by recompute policy: seconds of what backward computes again, and what that
-        sends."""
+        """Returns the seconds of what backward computes again of the blocks of a piece, by recompute policy, and what
+        that sends."""
         if self._known is not None and self.is_known(spread):
             return self._known.again(place, spread, rows)
         return self._again(self.like[place], spread, rows)

@@ -78,7 +78,6 @@ class Lane:
 
     def __init__(self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, policies: tuple[str, ...]) -> None:
         self.cuts, self._prices, self._spread, self._rows, self.policies = cuts, prices, spread, rows, policies
-        self._each = spread, rows
         self.ranks, self.stages = spread.stages, len(cuts.pieces)
         self.speeds = prices.speeds(spread.stages)
 
@@ -126,7 +125,8 @@ class Lane:
         for stage, number in zip(range(rank, self.stages, self.ranks), flying, strict=True):
             last = max((numbers[-1] for _, numbers in self.cuts.blocks[stage]), default=-1)
             for place, numbers in self.cuts.blocks[stage]:
-                again, size = self._prices.again(place, *self._each), self._prices.sizes(place, self._spread)
+                again = self._prices.again(place, self._spread, self._rows)
+                size = self._prices.sizes(place, self._spread)
                 ways = (again[policy] for policy in self.policies)
                 costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in ways]
                 frees = [number * self._rows * size.frees(policy) for policy in self.policies]
@@ -149,7 +149,7 @@ class Lane:
         """Seconds that backward of a stage computes again, on the slowest device, and that it sends again."""
         seconds, sends = 0.0, dict[str, float]()
         for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True):
-            again = self._prices.again(place, *self._each)
+            again = self._prices.again(place, self._spread, self._rows)
             for policy, number in zip(self.policies, numbers, strict=True):
                 own, sent = again[policy]
                 seconds += number * own
