@@ -12,6 +12,7 @@ from torch import nn
 from shoal import Engine, Plan, UserError
 from shoal.comm.simulation import simulate_world
 from shoal.models import regression
+from shoal.module.attributes import AT_ONCE, number_of
 from tests.exchange import teacher
 
 WIDTH = 24
@@ -162,3 +163,20 @@ def in_blocks(world, recompute: str) -> list[float]:
 def test_a_block_that_is_computed_again_finds_them_as_before():
     """It went on with those of the first forward, and gradients were others."""
     assert simulate_world(1, in_blocks, "full") == simulate_world(1, in_blocks, "none")
+
+
+FORMATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64]
+INTEGERS = [torch.int64, torch.int32, torch.uint16, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [*FORMATS, *INTEGERS], ids=str)
+def test_numbers_tell_one_value_and_all_values_that_are_others(dtype):
+    """torch has no hash and no sum of some formats."""
+    ones = torch.ones(2 * AT_ONCE + 6).to(dtype)
+    raw = ones.view(torch.uint8)
+    seen = {tuple(number_of(ones).tolist())}
+    assert tuple(number_of(ones.clone()).tolist()) in seen
+    raw[-ones.itemsize] ^= 1  # the last of its values
+    seen.add(tuple(number_of(ones).tolist()))
+    seen |= {tuple(number_of(torch.full((512,), value).to(dtype)).tolist()) for value in (0.0, 1.0)}
+    assert len(seen) == 4

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from shoal.chunks.chunk import Chunk
 from shoal.comm.outside import outside_checkpoints
 from shoal.errors import UserError
+from shoal.module.attributes import bits
 
 GATHERED = "weights come together for each use here (plan.zero = 3, plan.memory), and what is written is dropped"
 
@@ -103,10 +103,3 @@ def _changed(chunk: Chunk) -> str:
     if not differs.any():
         return ""
     return next((slot.name for slot in kept.slots if slot.view(differs).any()), "")
-
-
-def bits(flat: Tensor) -> Tensor:
-    """Views a 1-D tensor as integers, of which NaN equals itself."""
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).flatten()
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
