@@ -178,15 +178,14 @@ def described(
         for prefix, owner in module.named_modules()
         for name, _ in owner.named_parameters(recurse=False)
     }
-    found = []
+    dtypes, found = precision.parameter_dtypes(module), []
     for name, parameter in reversed(list(module.named_parameters())):
-        dtype = precision.parameter_dtype(parameter.dtype, owners[name])
         rows = (
             isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
         )
         group = groups.get(name, ALIKE)
         if group in (TIED, TIED_ALIKE):
             rows = False  # where another stage has it, its gradient is of all rows
-        key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
+        key = ChunkKey(dtypes[name], group, member[name], parameter.requires_grad, name if rows else None)
         found.append((name, torch.Size(parameter.shape), key))
     return found

@@ -21,7 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from shoal.device import allow_tf32
-from shoal.errors import ArgumentError, did_you_mean
+from shoal.errors import ArgumentError, UserError, did_you_mean
+from shoal.precision.converted import converted, is_added
 from shoal.precision.fp8 import products_in_fp8
 from shoal.precision.scaling import Scaling
 
@@ -53,28 +54,43 @@ class Precision:
         """Whether the module sees fewer bits than the optimizer."""
         return self.model != self.master
 
-    def parameter_dtype(self, built: torch.dtype, owner: nn.Module) -> torch.dtype:
-        """Returns the dtype that the module sees of a parameter; integers stay, BatchNorm keeps the master's."""
+    def parameter_dtypes(self, module: nn.Module) -> dict[str, torch.dtype]:
+        """Returns the dtype that the module sees of each parameter. Integers stay; those of BatchNorm, and of layers
+        that their forwards convert to it, keep the master's. Raises UserError where they are converted to another."""
+        own = converted(module)
+        for dtype in own.values():
+            if dtype not in (self.model, self.master):
+                fits = f'give the configuration router_dtype = "{str(self.master).removeprefix("torch.")}"'
+                remedy = 'take precision = "fp32"' if self.master == torch.float64 else fits
+                raise UserError(
+                    f"the model's routers compute in {dtype} (config.router_dtype), and precision = "
+                    f'"{self.name}" has no weights of it: {remedy}'
+                )
+        return {
+            f"{prefix}.{name}".lstrip("."): self._parameter_dtype(parameter.dtype, owner, own.get(owner))
+            for prefix, owner in module.named_modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+        }
+
+    def _parameter_dtype(self, built: torch.dtype, owner: nn.Module, asked: torch.dtype | None) -> torch.dtype:
         if not built.is_floating_point:
             return built
-        return self.master if isinstance(owner, _BatchNorm) else self.model
+        return self.master if isinstance(owner, _BatchNorm) or asked == self.master else self.model
 
     def is_uniform(self, module: nn.Module) -> bool:
         """Whether all parameters of `module` that are trained are to be seen in the dtype `model`."""
-        return all(
-            self.parameter_dtype(parameter.dtype, owner) == self.model
-            for owner in module.modules()
-            for parameter in owner.parameters(recurse=False)
-            if parameter.requires_grad
-        )
+        dtypes = self.parameter_dtypes(module)
+        return all(dtypes[name] == self.model for name, each in module.named_parameters() if each.requires_grad)
 
     def buffer_dtype(self, buffer: Tensor, owner: nn.Module, persistent: bool) -> torch.dtype:
         """Returns the dtype of a buffer. Floating ones follow the parameters, except that running statistics and
-        derived, non-persistent tables (rotary frequencies) keep the master's under low precision.
+        derived, non-persistent tables (rotary frequencies) keep the master's under low precision, unless they are
+        added to embeddings.
         """
         if not buffer.is_floating_point():
             return buffer.dtype
-        return self.master if isinstance(owner, _BatchNorm) or not persistent else self.model
+        kept = isinstance(owner, _BatchNorm) or not (persistent or is_added(owner))
+        return self.master if kept else self.model
 
 
 PRECISIONS = {
