@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal import Engine, Plan, UserError
 from shoal.comm.simulation import simulate_world
+from shoal.doors.model import Model
 from shoal.models import build, regression
 from tests.exchange import teacher
 from tests.pool import RankError, run_ranks
@@ -243,6 +244,60 @@ def test_an_evaluation_that_writes_is_refused(where):
     name = "outward.(weight|bias, or one of the 3 others up to inward.weight)"
     with pytest.raises(UserError, match=rf"without gradients writes to the weight {name}, and.*rescale_every = 0"):
         simulate_world(size, partial(train, evaluates=True, **how), Rescales)
+
+
+class Merges(nn.Module):
+    """Adds what it has learned to a weight for evaluations, and takes it away again, as layers of loralib do."""
+
+    def __init__(self, way: str = "in place") -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.low, self.way, self.is_merged = nn.Parameter(torch.ones(WIDTH) / 8), way, False
+
+    def train(self, mode: bool = True) -> Merges:
+        if self.way != "off" and self.is_merged == mode:
+            sign, self.is_merged = (-1 if mode else 1), not mode
+            weight, row = self.outward.weight, self.low.detach()
+            if self.way == "in place":
+                weight.data += sign * row
+            else:
+                weight.data = weight.data + sign * row
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x).tanh()
+        return self.outward(h) + (0 if self.is_merged else (h @ self.low)[:, None])
+
+
+MERGED = {**ELSEWHERE, "offloaded": (1, {"memory": {}})}
+
+
+@pytest.mark.parametrize("way", ["in place", "bound anew"])
+@pytest.mark.parametrize("where", MERGED)
+def test_weights_that_are_merged_to_evaluate_are_refused(where, way):
+    """Where weights are gathered it was an error of torch, or a loss without what was merged."""
+    size, how = MERGED[where]
+    with pytest.raises(UserError, match=r"weight.*layers of loralib: merge_weights = False"):
+        simulate_world(size, partial(train, evaluates=True, **how), partial(Merges, way))
+    plain = simulate_world(size, partial(train, evaluates=True, **how), partial(Merges, "off"))[0]
+    one = simulate_world(1, partial(train, evaluates=True), Merges)[0]
+    assert plain == pytest.approx(one, rel=0.01 if where == "masters" else 1e-5), "one process merges"
+
+
+def own_loop(world, way: str, zero: int) -> None:
+    engine = made(world, partial(Merges, way), zero=zero)
+    model = Model(engine)
+    try:
+        model.eval()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_loop_of_the_callers_merges_nothing_either(zero):
+    simulate_world(2, own_loop, "off", zero)
+    with pytest.raises(UserError, match="layers of loralib: merge_weights = False"):
+        simulate_world(2, own_loop, "in place", zero)
 
 
 def rwkv(every: int) -> nn.Module:

@@ -29,7 +29,7 @@ from shoal.chunks.executor import Executor
 from shoal.chunks.saved import SavedTensors
 from shoal.chunks.tier import Tier
 from shoal.chunks.weakly import weakly
-from shoal.chunks.written import Copies, inside_whole_weights, one_of
+from shoal.chunks.written import Copies, blank, inside_whole_weights, left_blank, one_of
 from shoal.errors import UserError
 from shoal.module.record import storage_of
 from shoal.module.scripted import is_scripted, scripted_parts
@@ -65,7 +65,7 @@ class Gather:
         self._all_there, self._is_aside = 0, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._index}
+        self._views = {name: (p, p.detach(), blank(p)) for name, p in module.named_parameters() if name in self._index}
         self._needs: dict[nn.Module, set[str]] = {}
         self._copies = Copies(chunks)
         self._show(False)
@@ -232,10 +232,15 @@ class Gather:
         places = self._views.items()
         return next((name for name, (each, view, _) in places if storage_of(each) != storage_of(view)), "")
 
+    def between(self) -> AbstractContextManager[None]:
+        """Context of what leaves weights alone. Raises UserError where it writes to one that is blank."""
+        shown = {name: (each, none) for name, (each, _, none) in self._views.items()}
+        return nullcontext() if self._all_there or self.executor.active else left_blank(shown)
+
     def _show(self, views: bool) -> None:
         """Makes parameters views of their chunks, or blank."""
-        for parameter, view, blank in self._views.values():
-            parameter.data = view if views else blank
+        for parameter, view, none in self._views.values():
+            parameter.data = view if views else none
 
     def __deepcopy__(self, _: Any) -> Gather:
         """Returns itself: the hooks that a copy of the module has need somebody, though it is not watched."""
@@ -290,9 +295,3 @@ class Gather:
                 "backward asks for weights of a step that is over: keep no graph beyond the loss function that made it"
             )
         self.executor.use(frozenset(indices).union(*self._running, self._until_gradients))
-
-
-def _blank(parameter: Tensor) -> Tensor:
-    """NaN (0 of integers) of the parameter's shape, in the memory of one element."""
-    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

@@ -7,9 +7,11 @@ not hear of it, and ranks make other numbers of forwards than one process. So it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from shoal.chunks.chunk import Chunk
 from shoal.comm.outside import outside_checkpoints
@@ -17,6 +19,11 @@ from shoal.errors import UserError
 from shoal.module.attributes import bits
 
 GATHERED = "weights come together for each use here (plan.zero = 3, plan.memory), and what is written is dropped"
+
+SWITCH_OFF = (
+    "Switch that off in the model (RWKV of transformers: config.rescale_every = 0; layers of loralib: "
+    "merge_weights = False), or keep what it changes in a buffer (register_buffer)"
+)
 
 
 def written(name: str, lost: str) -> UserError:
@@ -49,8 +56,42 @@ def written_aside(name: str) -> UserError:
     """Returns the error for a forward without gradients that writes to the parameter `name`."""
     return UserError(
         f"a forward without gradients writes to the weight {name}, and an evaluation leaves weights as they are: a "
-        "checkpoint after it would have others. Switch that off in the model (RWKV of transformers: "
-        "config.rescale_every = 0), or keep what it changes in a buffer (register_buffer)"
+        f"checkpoint after it would have others. {SWITCH_OFF}"
+    )
+
+
+def blank(parameter: Tensor) -> Tensor:
+    """NaN (0 of integers) of the parameter's shape, in the memory of one element."""
+    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+@contextmanager
+def left_blank(shown: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Wraps what has nothing to do with weights, such as `module.eval()`. Raises UserError where it writes to one that
+    is not there.
+
+    `shown`: by name the parameter, and the blank that it shows. torch writes to none of more than one element.
+    """
+    failed = None
+    try:
+        yield
+    except RuntimeError as error:
+        if "single memory location" not in str(error):
+            raise
+        failed = error
+    moved = (name for name, (parameter, none) in shown.items() if _is_other(parameter, none))
+    if failed is not None or (name := next(moved, None)) is not None:
+        which = "a weight" if failed is not None else f"the weight {name}"
+        raise UserError(
+            f"{which} is written to as the model changes between training and evaluation mode: {GATHERED}. {SWITCH_OFF}"
+        ) from failed
+
+
+def _is_other(parameter: Tensor, none: Tensor) -> bool:
+    """Whether a parameter that shows `none` was bound to another tensor, or was written to."""
+    return parameter.data_ptr() != none.data_ptr() or (
+        none.is_floating_point() and not none.flatten()[:1].isnan().all()
     )
 
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,13 @@ class Model(nn.Module):
         """Goes on with the engine's module and steps under its new plan (see Engine.replan)."""
         self.module, self._loop = self.engine.module, self.engine.loop(self._loop.microbatches)
         self.module.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the model in training or evaluation mode. Raises UserError where that writes to weights, and goes
+        wrong."""
+        if mode != self.training:
+            self._loop.switch(mode)
+        return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model. A forward without gradients (`torch.no_grad`) is not part of a step."""

@@ -90,8 +90,7 @@ def evaluate(
             told = time.perf_counter()
             log.info("evaluating: %d of %d microbatches", done, len(runs))
 
-    with forward.intact.aside(always=False):
-        forward.module.eval()
+    forward.switch(train=False)
     try:
         with (
             keep_generators([device]),

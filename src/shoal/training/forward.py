@@ -61,6 +61,12 @@ class Forward:
         if not all(each.training for each in self.module.modules()):
             self.module.train()
 
+    def switch(self, train: bool) -> None:
+        """Puts the module in training or evaluation mode. Raises UserError where that writes to weights, and goes
+        wrong."""
+        with self.intact.aside(always=False), self.gather.between():
+            self.module.train(train)
+
     def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
         """Loads the samples `ids` onto the device; none of them as a batch of zero samples."""
         if not ids:

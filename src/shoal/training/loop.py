@@ -97,6 +97,10 @@ class Loop:
             self.abandon()
             raise
 
+    def switch(self, train: bool) -> None:
+        """Puts the module in training or evaluation mode (see Forward.switch)."""
+        self._forward.switch(train)
+
     def _check_writes_nothing(self) -> None:
         """Raises UserError where a forward would write running statistics that no step merges."""
         effects = self._forward.effects

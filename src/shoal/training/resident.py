@@ -18,6 +18,9 @@ class Resident:
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def between(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def begin(self, kind: Hashable) -> None: ...
 
     def left(self) -> None: ...
