@@ -43,8 +43,8 @@ class Choices(Estimates):
     def choices(self, spread: Spread) -> Iterator[Choice]:
         """The choices of these degrees."""
         for first in self.firsts(spread):
-            for zero, shard, away, how in self.tiers(spread):
-                yield replace(first, zero=zero, shard=shard, offload=away, exchange=how)
+            for tier in self.tiers(spread):
+                yield with_tier(first, tier)
 
     def firsts(self, spread: Spread) -> Iterator[Choice]:
         """The choices of these degrees with all on the device, and exact."""
@@ -138,6 +138,13 @@ class Choices(Estimates):
             return (self.task.pins["compile"] in (True, "inductor"),)  # other backends fuse nothing
         kept = "selective" in str(self.task.pins.get("recompute"))  # of operations, which compiled blocks do not show
         return (True, False) if self.task.compiled and not kept else (False,)
+
+
+def with_tier(first: Choice, tier: Tier) -> Choice:
+    """Returns a choice with the degrees, microbatch and schedule of `first`."""
+    zero, shard, away, how = tier
+    one = first.spread, first.microbatch, zero, shard, first.recompute, first.schedule, first.chunks, away, how
+    return Choice(*one, first.compile, first.stages, first.shares)
 
 
 @lru_cache(maxsize=4096)

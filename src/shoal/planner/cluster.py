@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -232,7 +232,7 @@ class Cluster:
         members = max(1, self.per_host // stride) if operation in RINGS else 1
         if members == 1 or self.between.reached:  # what was measured was over all ports
             return self.between
-        return replace(self.between, bandwidth=min(self._inside.bandwidth, members * self.between.bandwidth))
+        return _through(self.between, members, self._inside.bandwidth)
 
     @cached_property
     def _inside(self) -> Link:
@@ -263,3 +263,9 @@ class Cluster:
         """This cluster with so many hosts, like the first ones, and then like the last one."""
         hosts = [*self.hosts, *[self.hosts[-1]] * number][:number]
         return replace(self, hosts=tuple(hosts))
+
+
+@lru_cache
+def _through(link: Link, members: int, fastest: float) -> Link:
+    """The link between hosts where so many devices of each use their ports together."""
+    return replace(link, bandwidth=min(fastest, members * link.bandwidth))

@@ -150,18 +150,18 @@ class Prices:
         """Seconds of a microbatch of `rows` rows of a piece."""
         if self._known is not None and self.is_known(spread):
             return self._known.spent(place, spread, rows)
-        return self._spent(self.like[place], spread, rows)
+        return self._spent(self.like[place], spread.inside, rows)
 
     def again(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
         """Returns the seconds of what backward computes again of the blocks of a piece, by recompute policy, and what
         that sends."""
         if self._known is not None and self.is_known(spread):
             return self._known.again(place, spread, rows)
-        return self._again(self.like[place], spread, rows)
+        return self._again(self.like[place], spread.inside, rows)
 
     def sizes(self, place: int, spread: Spread) -> Sizes:
         """What a rank holds of a piece."""
-        return self._sizes(self.like[place], spread)
+        return self._sizes(self.like[place], spread.inside)
 
     @cached_property
     def slowest(self) -> Device:

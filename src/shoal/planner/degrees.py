@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -44,6 +45,11 @@ class Spread:
     def replicas(self) -> int:
         """Ranks that have the same weights."""
         return self.copies * self.tokens
+
+    @cached_property
+    def inside(self) -> Spread:
+        """How one stage of one copy is divided: all that decides what a part of it takes and holds."""
+        return Spread(tokens=self.tokens, parts=self.parts, experts=self.experts, ring=self.ring)
 
     def stride(self, what: str) -> int:
         """How far apart in rank the members of a group are: the innermost, which talk most, are neighbours."""

@@ -15,7 +15,7 @@ from shoal.planner.held import Held, held, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
-from shoal.planner.pipes import Pace, simulated, slowest
+from shoal.planner.pipes import Pace, of_ranks, simulated, slowest
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import Timed, timing
@@ -94,10 +94,11 @@ class Estimates(Timed):
         needs = list(self._needs(choice, lane, deal.most))
         if not needs:
             return math.fsum(terms.values()), False
-        _, longest = slowest(stages, lane.ranks)
+        seconds = of_ranks(stages, lane.ranks)
+        longest = max(seconds)
         for rank, need in needs:
-            own = sum(each[0] + each[1] for each in stages[rank :: lane.ranks])
-            longest = max(longest, own + need * lane.dearness(rank, self._flying(choice, rank, deal.most)))
+            least = need * lane.dearness(rank, self._flying(choice, rank, deal.most))
+            longest = max(longest, seconds[rank] + least)
         return (1 - 1e-9) * (deal.number * longest + sum(terms.get(what, 0.0) for what in APART)), True
 
     def _cheapest(self, choice: Choice, lane: Lane, rank: int, flying: tuple[int, ...], need: float) -> Counts:
@@ -197,14 +198,14 @@ class Estimates(Timed):
 
     def _fullest(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> Held:
         """What the rank holds whose device is fullest; of equal ones that whose host is."""
-        plain, again = self._plain(*timing(choice), most), self._recomputes(counts)
+        plain, again = self._plain(*timing(choice), most), lane.recomputes(counts)
         alike = (each if again else [max(each, key=plain.__getitem__)] for each in lane.cuts.alike)
         found = [self._held(choice, lane, rank, counts, most) for ranks in alike for rank in ranks]
         return max(found, key=lambda each: (each.bytes, each.host))
 
     def _held(self, choice: Choice, lane: Lane, rank: int, counts: list[Counts], most: int) -> Held:
         """What a rank holds which has up to `most` microbatches."""
-        if self._recomputes(counts):
+        if lane.recomputes(counts):
             kept, whole = self._kept(choice, lane, rank, self._flying(choice, rank, most), counts)
         else:
             kept, whole = self._plain(*timing(choice), most)[rank], 0.0
@@ -217,7 +218,7 @@ class Estimates(Timed):
         """The plan's `recompute`."""
         if (given := self.task.pins.get("recompute")) is not None:
             return given if isinstance(given, str) else dict(given)
-        if len(lane.policies) == 1 or not self._recomputes(counts):
+        if len(lane.policies) == 1 or not lane.recomputes(counts):
             return lane.policies[0]
         places = {policy: lane.places(policy, counts) for policy in ("full", "selective")}
         number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)

@@ -4,9 +4,9 @@ exactly: a knapsack with a choice for each block, where blocks that are alike ar
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -41,8 +41,12 @@ class Front:
         place = bisect_left(self.frees, need * (1 - 1e-12) if need > 0 else need)
         return None if place == len(self.frees) else (self.costs[place], place)
 
-    def at(self, place: int) -> Counts:
+    @cached_property
+    def at(self) -> Callable[[int], Counts]:
         """The choice at a place of the front."""
+        return cache(self._at)
+
+    def _at(self, place: int) -> Counts:
         row = [int(each) for each in self.counts[place]]
         return tuple(tuple(row[start : start + self.ways]) for start in range(0, len(row), self.ways))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
+from operator import is_
 from typing import Any
 
 from shoal.plan import option_name
@@ -31,6 +32,17 @@ class Cuts:
     sizes: tuple[Sizes, ...]
     blocks: tuple[Blocks, ...]
     alike: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def all_by(self) -> Callable[[tuple[str, ...], str], tuple[Counts, ...]]:
+        """Counts of all stages where every block is treated in one of several ways."""
+        return cache(self._all_by)
+
+    def _all_by(self, policies: tuple[str, ...], policy: str) -> tuple[Counts, ...]:
+        return tuple(
+            tuple(tuple(len(numbers) * (each == policy) for each in policies) for _, numbers in blocks)
+            for blocks in self.blocks
+        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,10 @@ class Lane:
         return cache(self._front)
 
     @cached_property
+    def kinds(self) -> Callable[[int, tuple[int, ...]], tuple[Kind, ...]]:
+        return cache(self._kinds)
+
+    @cached_property
     def dearness(self) -> Callable[[int, tuple[int, ...]], float]:
         return cache(self._dearness)
 
@@ -111,26 +127,36 @@ class Lane:
     def _front(self, rank: int, flying: tuple[int, ...], spared: bool) -> Front:
         """What may be done with the blocks of a rank of which so many microbatches of each stage are under way.
         `spared`: the last block of each stage is not computed again."""
-        return front(self._kinds(rank, flying, spared), len(self.policies))
+        kinds = self.kinds(rank, flying)
+        if spared:
+            kinds = tuple(map(_without, kinds, self._spared(rank)))
+        return front(kinds, len(self.policies))
+
+    def _spared(self, rank: int) -> list[bool]:
+        """For each kind of blocks of a rank whether the last block of its stage is one of them."""
+        found = []
+        for blocks in self.cuts.blocks[rank :: self.ranks]:
+            last = max((numbers[-1] for _, numbers in blocks), default=-1)
+            found += [numbers[-1] == last for _, numbers in blocks]
+        return found
 
     def _dearness(self, rank: int, flying: tuple[int, ...]) -> float:
         """Seconds of a microbatch that a rank computes again at least for a byte that it frees; 0 where nothing
         frees any."""
-        kinds = self._kinds(rank, flying, False)
+        kinds = self.kinds(rank, flying)
         ways = [pair for kind in kinds for pair in zip(kind.costs, kind.frees, strict=True)]
         return min((cost / free for cost, free in ways if free > 0), default=0.0)
 
-    def _kinds(self, rank: int, flying: tuple[int, ...], spared: bool) -> tuple[Kind, ...]:
+    def _kinds(self, rank: int, flying: tuple[int, ...]) -> tuple[Kind, ...]:
         kinds = []
         for stage, number in zip(range(rank, self.stages, self.ranks), flying, strict=True):
-            last = max((numbers[-1] for _, numbers in self.cuts.blocks[stage]), default=-1)
             for place, numbers in self.cuts.blocks[stage]:
                 again = self._prices.again(place, self._spread, self._rows)
                 size = self._prices.sizes(place, self._spread)
                 ways = (again[policy] for policy in self.policies)
                 costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in ways]
                 frees = [number * self._rows * size.frees(policy) for policy in self.policies]
-                kinds.append(Kind(len(numbers) - (spared and numbers[-1] == last), tuple(frees), tuple(costs)))
+                kinds.append(Kind(len(numbers), tuple(frees), tuple(costs)))
         return tuple(kinds)
 
     def split(self, rank: int, counts: Counts) -> list[Counts]:
@@ -184,18 +210,18 @@ class Lane:
 
     def none(self) -> list[Counts]:
         """Counts of all stages where every block is treated in the first way."""
-        return [*self._none]
-
-    @cached_property
-    def _none(self) -> list[Counts]:
         return self.all_by(self.policies[0])
+
+    def recomputes(self, counts: Sequence[Counts]) -> bool:
+        """Whether a block is computed again."""
+        first = 1 if self.policies[0] == "none" else 0
+        if first and all(map(is_, counts, self.cuts.all_by(self.policies, "none"))):
+            return False
+        return any(any(each[first:]) for own in counts for each in own)
 
     def all_by(self, policy: str) -> list[Counts]:
         """Counts of all stages where every block is treated so."""
-        return [
-            tuple(tuple(len(numbers) * (each == policy) for each in self.policies) for _, numbers in blocks)
-            for blocks in self.cuts.blocks
-        ]
+        return list(self.cuts.all_by(self.policies, policy))
 
     def places(self, policy: str, counts: Sequence[Counts]) -> list[int]:
         """The numbers, among all blocks of the model, of those that are treated so. The deepest of a stage are kept as
@@ -210,6 +236,10 @@ class Lane:
                 start = sum(each[other] for other in before)
                 found += numbers[start : start + each[self.policies.index(policy)]]
         return sorted(found)
+
+
+def _without(kind: Kind, one: bool) -> Kind:
+    return Kind(kind.number - 1, kind.frees, kind.costs) if one else kind
 
 
 BUSY = ("compute", "parts", "tokens", "experts")

@@ -32,9 +32,16 @@ class Pace(NamedTuple):
 
 def slowest(stages: Sequence[Pace], ranks: int) -> tuple[int, float]:
     """The rank of a pipeline that takes longest for a microbatch of all its stages, and its seconds."""
-    seconds = [sum(each[0] + each[1] for each in stages[rank::ranks]) for rank in range(ranks)]
+    seconds = of_ranks(stages, ranks)
     most = max(seconds)
     return seconds.index(most), most
+
+
+def of_ranks(stages: Sequence[Pace], ranks: int) -> list[float]:
+    """The seconds of a microbatch of all stages of each rank of a pipeline."""
+    if len(stages) == ranks:
+        return [each[0] + each[1] for each in stages]
+    return [sum(each[0] + each[1] for each in stages[rank::ranks]) for rank in range(ranks)]
 
 
 def cut(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> list[int]:
@@ -79,10 +86,12 @@ def schedule_named(name: str, ranks: int, microbatches: int, chunks: int) -> Sch
 @lru_cache(maxsize=4096)
 def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """For each rank the most microbatches of each of its stages that wait for their backward together. Of many
-    microbatches a few are enough: the schedule repeats itself. For 1f1b, whose lists are long where there are hundreds
-    of ranks, by its formula."""
+    microbatches a few are enough: the schedule repeats itself. For 1f1b and zb1p, whose lists are long where there are
+    hundreds of ranks, by their formulas."""
     if name == "1f1b" and chunks == 1:
         return tuple((min(microbatches, ranks - rank),) for rank in range(ranks))
+    if name == "zb1p" and chunks == 1:
+        return ((min(microbatches, ranks),),) * ranks
     schedule = schedule_named(name, ranks, min(microbatches, 3 * ranks), chunks)
     found = []
     for rank, order in enumerate(schedule.orders):
@@ -98,6 +107,8 @@ def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float
     second. Of many microbatches a few are enough."""
     if name not in HALVED:
         return (0.0,) * (ranks * chunks)
+    if name == "zb1p" and chunks == 1:  # all of them: each W is that of an earlier microbatch
+        return (0.0, *(1.0,) * (ranks - 1))
     few = min(microbatches, 4 * ranks)
     schedule = schedule_named(name, ranks, few, chunks)
     halves = Counter(each.stage for order in schedule.orders for each in order if each.kind == "I")

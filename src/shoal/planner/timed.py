@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import mul
 
 from shoal.planner.costs import Prices, Sizes, together
 from shoal.planner.degrees import Spread
@@ -88,20 +89,17 @@ class Timed:
         away = Offload() if offloads else None
         choice = Choice(spread, rows, zero=zero, shard=shard, chunks=chunks, offload=away)
         own = self._own(spread, spread.stages * chunks, rank)
-        if self._meets(choice) or spread.copies == 1:  # a backward lends to chunks of its stage alone
+        if own.waiting and (self._meets(choice) or spread.copies == 1):  # a backward lends to its stage's chunks alone
             own = replace(own, waiting=0.0)
         return standing(self.prices, choice, own, rank == spread.stages - 1, tied_elements(self.prices, spread))
 
     @once
     def _plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:
         """Bytes of the activations of each rank of a pipeline where nothing is computed again."""
-        choice = Choice(spread, rows, schedule=schedule, chunks=chunks)
-        sizes, ranks = self._cuts(spread, spread.stages * chunks).sizes, spread.stages
-        return tuple(
-            rows * sum(number * size.saved["none"] for number, size in zip(flying, sizes[rank::ranks], strict=True))
-            for rank in range(ranks)
-            for flying in [self._flying(choice, rank, number)]
-        )
+        ranks, sizes = spread.stages, self._cuts(spread, spread.stages * chunks).sizes
+        saved = [size.saved["none"] for size in sizes]
+        flying = under_way(schedule, ranks, number, chunks) if ranks > 1 else ((1,),)
+        return tuple(rows * sum(map(mul, own, saved[rank::ranks])) for rank, own in enumerate(flying))
 
     def _kept(
         self, choice: Choice, lane: Lane, rank: int, flying: Sequence[int], counts: Sequence[Counts]
@@ -124,7 +122,7 @@ class Timed:
         self, choice: Choice, lane: Lane, counts: Sequence[Counts], together: bool
     ) -> tuple[Dealt, list[Pace], dict[int, tuple[float, dict[str, float]]]]:
         """The deal; the seconds of all stages on the replica that takes longest; what stages compute again."""
-        again = {place: lane.again(place, own) for place, own in enumerate(counts)} if self._recomputes(counts) else {}
+        again = {place: lane.again(place, own) for place, own in enumerate(counts)} if lane.recomputes(counts) else {}
         replicas: Replicas = self.replicas(choice.spread)
         number = math.ceil(self.task.rows / choice.microbatch)
         halves = parted(choice.schedule, lane.ranks, math.ceil(number / len(replicas.kinds)), choice.chunks)
@@ -135,10 +133,6 @@ class Timed:
             pinned = (1,) * choice.spread.copies
         found = dealt(number, paces, replicas, pinned, together)
         return found, timed[found.slowest], again
-
-    def _recomputes(self, counts: Sequence[Counts]) -> bool:
-        first = 1 if self.policies[0] == "none" else 0
-        return any(any(each[first:]) for own in counts for each in own)
 
     def _in_lane(
         self, choice: Choice, lane: Lane, counts: list[Counts], together: bool
