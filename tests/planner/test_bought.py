@@ -147,6 +147,12 @@ def test_what_is_left_out_changes_no_answer(asked: Task) -> None:
         def _is_slow(self, choice: Choice) -> bool:
             return False
 
+        def _is_full(self, choice: Choice) -> bool:
+            return False
+
+        def _has_room(self, choice: Choice) -> bool:
+            return True
+
     assert Search(asked).run().best == Whole(asked).run().best
 
 

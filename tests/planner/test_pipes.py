@@ -70,10 +70,13 @@ def test_each_half_of_a_backward_computes_again():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 12])
-def test_what_1f1b_has_under_way_is_what_its_lists_say(ranks, microbatches):
-    orders = schedule_named("1f1b", ranks, microbatches, 1).orders
+@pytest.mark.parametrize("name", ["1f1b", "zb1p"])
+def test_formulas_say_what_lists_of_actions_do(ranks, microbatches, name):
+    orders = schedule_named(name, ranks, microbatches, 1).orders
     most = [(max(sum(now.values()) for now in kept(order)),) for order in orders]
-    assert under_way("1f1b", ranks, microbatches, 1) == tuple(most)
+    assert under_way(name, ranks, microbatches, 1) == tuple(most)
+    halves = [sum(each.kind == "I" for each in order) / microbatches for order in orders]
+    assert parted(name, ranks, microbatches, 1) == (0.0, *halves[1:])  # nobody waits for the first stage
 
 
 def test_recompute_in_halves_is_priced_twice():
