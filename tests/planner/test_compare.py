@@ -142,6 +142,40 @@ def test_a_run_whose_plans_were_tried_is_compared_under_the_one_that_stayed(run_
     assert told["sampled"] == 2 and "of 2 steps is known" in told["learned"]
 
 
+def again(folder: Path, first: int, seconds: float, *config: tuple[str, Any], last: int = 6) -> None:
+    """Appends an attempt that trains the steps from `first` on, under such values of the job."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run = {**lines[0], "config": {key: {"value": value, "origin": "file"} for key, value in config}}
+    steps = [{**lines[1], "step": step, "seconds": seconds, "time": 100.0 + step} for step in range(first, last + 1)]
+    append(folder, run, *steps, *(terms(step) for step in range(first + 1, last + 1)))
+
+
+def test_attempts_under_another_plan_or_batch_do_not_count(run_dir: Path, capsys: Any) -> None:
+    again(run_dir, 4, 3.0, ("plan.zero", 0))  # the first attempt had no such value
+    told, found = shown(run_dir, capsys)
+    assert found["time of a step"]["measured"] == 3.0 and (told["steps"], told["sampled"]) == (2, 2)
+    assert "of 2 steps is known" in told["learned"] and found["total time"]["why"] == "of several attempts or plans"
+    again(run_dir, 6, 4.0, ("plan.zero", 0), ("train.lr", 0.5))  # a learning rate takes no time
+    told, found = shown(run_dir, capsys, keep=False)
+    assert (found["time of a step"]["measured"], told["steps"]) == (3.0, 1)
+    again(run_dir, 6, 5.0, ("plan.zero", 0), ("train.global_batch", 4), last=8)
+    _, found = shown(run_dir, capsys, keep=False)
+    assert found["time of a step"]["measured"] == 5.0
+    again(run_dir, 9, 5.0, ("plan.zero", 3), last=8)  # it was begun, and has trained nothing yet
+    with pytest.raises(UserError, match="no step to compare"):
+        show_compared(run_dir, False, True)
+
+
+def test_an_attempt_under_the_plan_of_the_file_counts_after_one_that_was_replanned(run_dir: Path, capsys: Any) -> None:
+    append(run_dir, {"kind": "plan", "step": 2, "plan": {"recompute": "full"}, "seconds": 0.1})
+    held = {"step": 3, "rank": 0, "at": [3.0], "budgets": {}, "counts_all": False}
+    (run_dir / "memory.jsonl").write_text(json.dumps({**held, "levels": {"host": {"weights": [999]}}}) + "\n")
+    again(run_dir, 4, 3.0)
+    told, found = shown(run_dir, capsys)
+    assert (found["time of a step"]["measured"], told["steps"], told["sampled"]) == (3.0, 2, 2)
+    assert found["memory of the fullest rank"]["why"] == "not recorded", "that was the other plan's"
+
+
 def test_of_an_elastic_run_the_last_generation_counts(run_dir: Path, capsys: Any) -> None:
     of = {"kind": "membership", "nodes": 1, "lost": 0, "why": "", "events": []}
     append(run_dir, {**of, "step": 0, "generation": 1, "world": 2},

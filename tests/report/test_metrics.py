@@ -73,6 +73,7 @@ def test_every_kind_comes_back_as_it_was_written(tmp_path: Path) -> None:
         warnings=(WarningRecord(message="NaN"),),
         end=EndRecord(reason="done", seconds=3.0),
         attempts=1,
+        begun=((run_record(), 1),),
     )
 
 

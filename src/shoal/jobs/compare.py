@@ -12,6 +12,7 @@ from statistics import median
 
 from shoal.device import any_device, hardware_name
 from shoal.errors import UserError
+from shoal.jobs.alike import first_alike
 from shoal.jobs.answer import task_of
 from shoal.jobs.asking import cluster_of_ranks
 from shoal.jobs.choose import Settled, Sizes, opened
@@ -64,9 +65,8 @@ class Comparison:
 def compare(run_dir: Path, keep: bool = True) -> Comparison:
     """Compares the run in `run_dir`, which may still go on; what it says of this machine is kept if `keep` says so.
     Raises UserError for a folder that is no run, a run without a step to compare, or one of another machine."""
-    records = read_metrics(run_dir / "metrics.jsonl")
+    settled, records = _settled(run_dir, read_metrics(run_dir / "metrics.jsonl"))
     steps, sampled = measured_steps(records), sampled_steps(records)
-    settled = _settled(run_dir, records)
     assert records.run is not None
     cluster = _cluster(settled, records, sampled)
     pins = {each.name: getattr(settled.job.plan, each.name) for each in fields(Plan)}
@@ -104,23 +104,25 @@ def _first(records: RunRecords) -> int:
     return max([records.steps[0].step if records.steps else 0, *changed])
 
 
-def _settled(run_dir: Path, records: RunRecords) -> Settled:
+def _settled(run_dir: Path, records: RunRecords) -> tuple[Settled, RunRecords]:
+    """The job of a run's resolved.toml, and the records of the steps that were trained as it says."""
     path = run_dir / "resolved.toml"
     if records.run is None or not path.is_file():
         raise UserError(f"{run_dir} has no record of a job: give the directory of a run of `shoal train`")
     job, origins = load_job(path)
-    began = max((each.step for each in records.memberships), default=0)
-    plans = [each.plan for each in records.plans if each.step > began]  # a generation begins with the plan of the file
-    if plans and plans[-1] != job.plan.to_dict():  # plans were tried, and one stayed
-        raise UserError(
-            f"{run_dir}: its plan was changed while it ran, so its steps are not of the plan of {path.name}. Compare "
-            "another run"
-        )
     if job.plan.size != records.run.world:
         raise UserError(
             f"{run_dir}: {path.name} has {job.plan.size} ranks, metrics.jsonl {records.run.world}: compare another run"
         )
-    return opened(job, origins)
+    since = first_alike(records, job)
+    if since is None:
+        raise UserError(
+            f"{run_dir}: its plan was changed while it ran, so its steps are not of the plan of {path.name}. Compare "
+            "another run"
+        )
+    steps = tuple(each for each in records.steps if each.step >= since)
+    terms = tuple(each for each in records.terms if each.step >= since)
+    return opened(job, origins), replace(records, steps=steps, terms=terms)
 
 
 def _cluster(settled: Settled, records: RunRecords, sampled: Sequence[TermsRecord]) -> Cluster:
@@ -144,7 +146,7 @@ def _terms(
 ) -> Iterator[Compared]:  # fmt: skip
     yield Compared("time of a step", "s", estimate.seconds, seconds)
     yield from _parts(estimate, sampled)
-    yield _memory(run_dir, estimate)
+    yield _memory(run_dir, records, estimate)
     sent = {what for each in sampled for what in each.sent}
     for what in [each for each in TERMS if estimate.wire.get(each) or each in sent]:
         measured = median(each.sent.get(what, 0) for each in sampled) if sampled else None
@@ -155,7 +157,7 @@ def _terms(
     if settled.total is not None:
         ended = records.end is not None and records.attempts == 1 and len(records.steps) == settled.total
         whole = records.end.seconds if records.end is not None and ended else None
-        why = "" if ended else "not in one attempt"
+        why = "" if ended else "of several attempts or plans"
         yield Compared("total time", "s", settled.total * estimate.seconds, whole, why)
 
 
@@ -176,9 +178,10 @@ def _parts(estimate: Estimate, sampled: Sequence[TermsRecord]) -> Iterator[Compa
             yield Compared(f"time of a step: {what}", "s", each, measured, "" if sampled else NOT_SAMPLED)
 
 
-def _memory(run_dir: Path, estimate: Estimate) -> Compared:
+def _memory(run_dir: Path, records: RunRecords, estimate: Estimate) -> Compared:
     """The memory of the fullest rank, as far as the run counted it: without activations where it did not."""
-    what, traces = "memory of the fullest rank", read_memory_traces(run_dir / "memory.jsonl")
+    what, began = "memory of the fullest rank", records.steps[0].time - records.steps[0].seconds
+    traces = [each for each in read_memory_traces(run_dir / "memory.jsonl") if each.at[-1] >= began]
     if not traces:
         return Compared(what, "bytes", estimate.bytes, None, "not recorded")
     fullest = max(traces, key=lambda each: each.most)

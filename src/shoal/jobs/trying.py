@@ -12,7 +12,7 @@ import torch
 from shoal.device import is_accelerator
 from shoal.engine import Engine
 from shoal.jobs import trials as kept
-from shoal.jobs.choose import Settled
+from shoal.jobs.choose import Settled, under
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import go_on_under
 from shoal.jobs.save import Saver
@@ -109,8 +109,8 @@ class Trying:
     def _resolve(self, trials: Trials) -> None:
         """Writes resolved.toml anew, with the plan that stays."""
         if self._engine.world.rank == 0:
-            job = replace(self._settled.job, plan=self._engine.plan)
+            now = under(self._settled, self._engine.plan, None)
             try:
-                write_resolved(job, self._settled.origins, self._run_dir, trials)
+                write_resolved(now.job, now.origins, self._run_dir, trials)
             except OSError as error:
                 self._recorder.warning(f"resolved.toml has the plan of before: it cannot be written ({error})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -159,7 +158,7 @@ class RunRecords:
     run: None before the first attempt has begun.
     end: None while the last attempt runs, or if it was killed.
     attempts: number of attempts.
-    resumed: the steps after which attempts resumed.
+    begun: of each attempt that has trained its beginning, None where it was not recorded, and its first step.
     """
 
     run: RunRecord | None = None
@@ -177,7 +176,14 @@ class RunRecords:
     warnings: tuple[WarningRecord, ...] = ()
     end: EndRecord | None = None
     attempts: int = 0
-    resumed: tuple[int, ...] = ()
+    begun: tuple[tuple[RunRecord | None, int], ...] = ()
+
+    @property
+    def resumed(self) -> tuple[int, ...]:
+        """The step before the first step of each later attempt, unless a still later one began there or before."""
+        first = [step for _, step in self.begun]
+        left = dict.fromkeys(min(first[number:]) for number in range(1, len(first)))
+        return tuple(step - 1 for step in left if step > 1)
 
     @property
     def marks(self) -> dict[int, str]:
@@ -260,19 +266,15 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
         attempts=len(runs),
-        resumed=_resumed(attempts),
+        begun=_begun(attempts),
     )
 
 
-def _resumed(attempts: Sequence[Sequence[Record]]) -> tuple[int, ...]:
-    """Returns the step before the first step of each later attempt, unless a still later one began there or before."""
-    begun = [
-        min(steps) for attempt in attempts if (steps := [each.step for each in attempt if isinstance(each, StepRecord)])
-    ]
+def _begun(attempts: Sequence[Sequence[Record]]) -> tuple[tuple[RunRecord | None, int], ...]:
     return tuple(
-        step - 1
-        for number, step in enumerate(begun)
-        if number and step < min(begun[number + 1 :], default=math.inf) and step > 1
+        (attempt[0] if isinstance(attempt[0], RunRecord) else None, min(steps))
+        for attempt in attempts
+        if (steps := [each.step for each in attempt if isinstance(each, StepRecord)])
     )
 
 
