@@ -61,6 +61,19 @@ def test_a_run_that_was_stopped_goes_on_trying_and_no_step_is_lost(quick, make_j
     assert resolved.read_text().count("s a step, ") == 2 and "passed over" in resolved.read_text()
 
 
+def test_steps_that_loss_scaling_skips_measure_nothing(quick, make_job, tmp_path):
+    plans = (Candidate({}, 0.1), Candidate({"recompute": "full"}, 0.1))
+    write(tmp_path / "run", Trials("key", 2, plans))
+    scaled = {"name": "fp16", "initial_scale_power": 24, "hysteresis": 1}
+    job = make_job(model=LAYERS, microbatch=2, precision=scaled, lr=1e-4, steps=20)
+    train(job, {}, World.single("cpu"))
+    records = records_of(job)
+    full = [each.step for each in records.steps if not each.skipped]
+    skipped = len(records.steps) - len(full)
+    assert skipped > 1, "the test wants steps that are skipped"
+    assert [each.step for each in records.tried] == [full[STEPS - 1], full[2 * STEPS - 1]]
+
+
 @pytest.mark.matrix
 def test_the_planner_gives_what_is_tried(quick, make_job, tmp_path):
     steps = 3 * STEPS + 2

@@ -286,6 +286,7 @@ def test_a_budget_is_of_the_seconds_that_a_job_trains(train: str, tmp_path: Path
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"]["devices"] == 2 and told["hours"] == pytest.approx(10, rel=1e-3), "two hosts for ten hours"
     assert told["price"] == pytest.approx(400, rel=1e-3) and told["steps"] * told["seconds"] >= 36000
+    assert told["kwh"] == pytest.approx(2 * 10 * 0.7, rel=1e-3)
     with pytest.raises(UserError, match=r"the cheapest takes 200\.\d USD"):
         answer_for(job, [], Options(str(machine), budget="150USD"), True, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +60,16 @@ WRONG = {
 }
 HOST = '[[hosts]]\ndevice = "h100"\n'
 KEYS = {
-    "a number above 0": ["bandwidth", "to_host", "update", "backward", "updating", "flops.bf16", "inside.bandwidth"],
+    "a number above 0": [
+        "bandwidth",
+        "to_host",
+        "update",
+        "backward",
+        "updating",
+        "slower",
+        "flops.bf16",
+        "inside.bandwidth",
+    ],
     "0 or a number above it": ["launch", "disk", "price", "watts", "inside.latency"],
     "1 or a number above it": ["crowd"],
     "a share, above 0 and at most 1": ["reaches", "streams"],
@@ -76,6 +85,12 @@ NUMBERS += [
     (HOST + "reached = [[{value}, 0.5]]", "hosts.reached: operations", "a number above 0"),
     (HOST + "reached = [[1e9, {value}]]", "hosts.reached: share", "a share, above 0 and at most 1"),
 ]
+
+
+def test_every_number_of_a_host_is_checked() -> None:
+    checked = {key for _, key, _ in NUMBERS}
+    numbers = [each.name for of in (Device, Host) for each in fields(of) if each.type in ("int", "float")]
+    assert not [each for each in numbers if f"hosts.{each}" not in checked] and len(numbers) > 10
 
 
 @pytest.mark.parametrize(("text", "key", "said"), NUMBERS, ids=[key for _, key, _ in NUMBERS])

@@ -166,6 +166,13 @@ def test_attempts_under_another_plan_or_batch_do_not_count(run_dir: Path, capsys
         show_compared(run_dir, False, True)
 
 
+def test_steps_that_loss_scaling_skipped_do_not_count(run_dir: Path, capsys: Any) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    append(run_dir, *({**each, "skipped": True} for each in lines if each.get("step") in (2, 3) and "loss" in each))
+    told, found = shown(run_dir, capsys, keep=False)
+    assert (found["time of a step"]["measured"], told["steps"], told["sampled"]) == (2.25, 2, 3)
+
+
 def test_an_attempt_under_the_plan_of_the_file_counts_after_one_that_was_replanned(run_dir: Path, capsys: Any) -> None:
     append(run_dir, {"kind": "plan", "step": 2, "plan": {"recompute": "full"}, "seconds": 0.1})
     held = {"step": 3, "rank": 0, "at": [3.0], "budgets": {}, "counts_all": False}

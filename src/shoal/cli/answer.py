@@ -270,6 +270,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
         "hours": chosen.hours,
         "price": chosen.price,
         "currency": cluster.currency,
+        "kwh": chosen.hours * cluster.watts / 1e3 if cluster.watts else None,
         "others": [{**one(each), "why_not": why_not(chosen.estimate, each)} for each in chosen.others],
         "refused": [{**one(each), "why": why} for each, why in chosen.passed],
         "explanation": asdict(told),

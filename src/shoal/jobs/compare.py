@@ -81,20 +81,28 @@ def compare(run_dir: Path, keep: bool = True) -> Comparison:
 
 def measured_steps(records: RunRecords) -> list[float]:
     """Seconds of the steps of the run's present world and plan that nothing else was done in: without the first of an
-    attempt, a generation or a plan, and without those with an evaluation or a checkpoint."""
+    attempt, a generation or a plan, those with an evaluation or a checkpoint, and those that loss scaling skipped."""
     left = {each.step for each in records.evals} | {each.step for each in records.checkpoints}
-    left |= {each + 1 for each in records.resumed}
+    left |= {each + 1 for each in records.resumed} | _skipped(records)
     first = _first(records)
     found = [each.seconds for each in records.steps if each.step not in left and each.step > first]
     if not found:
-        raise UserError("the run has no step to compare: the first and those with an evaluation or a checkpoint do not "
-                        "count. Wait until it has trained a few more")  # fmt: skip
+        raise UserError("the run has no step to compare: the first, those with an evaluation or a checkpoint and those "
+                        "that loss scaling skips do not count. Have it train a few others, with run.eval_every and "
+                        "run.save_every that leave some")  # fmt: skip
     return found
 
 
 def sampled_steps(records: RunRecords) -> list[TermsRecord]:
-    """What steps of the run's present world and plan were spent on, but for the first of them."""
-    return [each for each in records.terms if each.step > _first(records)]
+    """What steps of the run's present world and plan were spent on, but for the first of them and
+    those that updated nothing."""
+    skipped = _skipped(records)
+    return [each for each in records.terms if each.step > _first(records) and each.step not in skipped]
+
+
+def _skipped(records: RunRecords) -> set[int]:
+    """The steps that updated nothing, which takes less."""
+    return {each.step for each in records.steps if each.skipped}
 
 
 def _first(records: RunRecords) -> int:

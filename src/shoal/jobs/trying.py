@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from shoal.report.metrics import TriedRecord
 from shoal.training.result import StepResult
 
 STEPS = 4
-"""Steps under a candidate. The first, which agrees on names and records uses, is not measured."""
+"""Steps under a candidate, without those that loss scaling skips. The first, which agrees on names and records uses, is
+not measured."""
 
 
 class Trying:
@@ -31,7 +33,7 @@ class Trying:
 
     def __init__(self, settled: Settled, engine: Engine, recorder: Recorder, saver: Saver) -> None:
         self._settled, self._engine, self._recorder, self._saver = settled, engine, recorder, saver
-        self._run_dir, self._seconds = Path(settled.job.run.dir), list[float]()
+        self._run_dir, self._seconds, self._due = Path(settled.job.run.dir), list[float](), STEPS
         self.trials: Trials | None = settled.trials
         if self.trials is not None and (index := self.trials.next) is not None:
             self._put(self.trials.begun(index))
@@ -43,19 +45,25 @@ class Trying:
         began = time.perf_counter()
         if is_accelerator(self._engine.device):
             _ = result.loss  # waits for the device, as a few steps may
-        self._seconds.append(result.seconds + time.perf_counter() - began)
+        took = result.seconds + time.perf_counter() - began
+        self._seconds.append(math.nan if result.skipped else took)  # a step that updates nothing is no measure
 
     @property
     def is_due(self) -> bool:
         """Whether the candidate has had its steps."""
-        return self.trials is not None and self.trials.now is not None and len(self._seconds) >= STEPS
+        return self.trials is not None and self.trials.now is not None and len(self._seconds) >= self._due
 
     def change(self) -> None:
-        """Ends the trial of a candidate and begins the next one, or goes on with the fastest."""
+        """Ends the trial of a candidate and begins the next one, or goes on with the fastest; goes on with the trial
+        where steps were skipped."""
         trials, world = self.trials, self._engine.world
         assert trials is not None and trials.now is not None
-        took = torch.tensor(median(self._seconds[1:]), dtype=torch.float64)
-        seconds = float(world.everyone.all_reduce(took, "max", purpose="trial"))
+        full = [each for each in self._seconds if not math.isnan(each)]
+        took = torch.tensor([median(full[1:] or [math.inf]), STEPS - len(full)], dtype=torch.float64)
+        seconds, lacking = world.everyone.all_reduce(took, "max", purpose="trial").tolist()
+        if lacking > 0:
+            self._due = len(self._seconds) + int(lacking)
+            return
         trials = self._noted(trials, trials.now, seconds, "")
         while (index := trials.next) is not None:
             self._put(trials.begun(index))
@@ -84,7 +92,7 @@ class Trying:
     def _goes(self, trials: Trials, index: int) -> str | None:
         """Goes on under a candidate; returns why not, if it is refused."""
         plan = Plan.from_dict(dict(trials.candidates[index].plan))
-        self._seconds = []
+        self._seconds, self._due = [], STEPS
         if plan == self._engine.plan:
             return None
         return go_on_under(plan, self._settled, self._engine, self._recorder, self._saver)
