@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
 from shoal.planner.pipes import Pace, parted, schedule_named, simulated, slowest, under_way, waiting
 from shoal.planner.search import Search
-from tests.planner.models import task
+from tests.planner.models import cluster, task
 
 
 def test_a_rank_alone_at_work_has_the_core_of_the_one_that_waits():
@@ -77,6 +78,21 @@ def test_formulas_say_what_lists_of_actions_do(ranks, microbatches, name):
     assert under_way(name, ranks, microbatches, 1) == tuple(most)
     halves = [sum(each.kind == "I" for each in order) / microbatches for order in orders]
     assert parted(name, ranks, microbatches, 1) == (0.0, *halves[1:])  # nobody waits for the first stage
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_halves_of_a_backward_take_python_of_cores(on_host):
+    on = cluster(1, 8)
+    host = on.hosts[0]
+    on = replace(on, hosts=(replace(host, device=replace(host.device, on_host=on_host, launch=1e-3)),))
+
+    def compute(schedule: str) -> float:
+        asked = Search(task(on=on, rows=16, microbatch=2, recompute=("none",), schedules=((schedule, 1),)))
+        choice = next(each for each in asked.choices(Spread(stages=2, copies=4)) if each.zero == 0)
+        return asked.estimate(choice).terms["compute"]
+
+    assert (compute("zb1p") > compute("1f1b")) is on_host
+    assert compute("zb1p") >= compute("1f1b")
 
 
 def test_recompute_in_halves_is_priced_twice():

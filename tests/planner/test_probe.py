@@ -134,7 +134,26 @@ def test_of_a_slow_model_few_microbatches_are_run(monkeypatch):
     took.clear()
     monkeypatch.setattr(module, "LONGEST", PAUSE / 2)
     ((_, forward, _),) = probe(subject, task).probed
-    assert took == [2] and forward > 0
+    assert took == [2, 2] and forward > 0
+
+
+class SlowAtFirst(Slow):
+    """Sets itself up in its first forward, as what imports or compiles there does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        time.sleep(50 * PAUSE * (self.runs == 1))
+        return found
+
+
+def test_a_slow_first_microbatch_is_none_that_is_timed(monkeypatch):
+    """A ResNet whose first one took 2.7 s was predicted to take as long in each step."""
+    monkeypatch.setattr(module, "LONGEST", PAUSE)
+    rates = []
+    for factory in (Slow, SlowAtFirst):
+        ((_, forward, _),) = probe(*asked(factory)).probed
+        rates.append(forward)
+    assert rates[1] < 5 * rates[0]
 
 
 class Real(Slow):

@@ -26,6 +26,10 @@ class Kind:
     frees: tuple[float, ...]
     costs: tuple[float, ...]
 
+    def without(self, one: bool) -> Kind:
+        """Returns these blocks, or all but `one` of them."""
+        return Kind(self.number - 1, self.frees, self.costs) if one else self
+
 
 @dataclass(frozen=True)
 class Front:

@@ -12,6 +12,7 @@ from operator import is_
 from typing import Any
 
 from shoal.plan import option_name
+from shoal.planner.computing import HALVED, HALVED_TENSOR
 from shoal.planner.costs import POLICIES, Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
@@ -47,11 +48,12 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a microbatch of one stage without recompute: of computing on the slowest device, and of what is sent,
-    in each direction and by what ranks divide."""
+    """Seconds of a microbatch of one stage without recompute: of computing on the slowest device, `halving` of a
+    backward in halves beside it, and of what is sent, in each direction and by what ranks divide."""
 
     forward: float
     backward: float
+    halving: float
     sent_forward: float
     sent_backward: float
     sent: dict[str, float]
@@ -112,9 +114,12 @@ class Lane:
         return cache(self._dearness)
 
     def _work(self, pieces: tuple[tuple[int, int], ...]) -> Work:
-        forward = backward = sent_forward = sent_backward = 0.0
+        forward = backward = halving = sent_forward = sent_backward = 0.0
         sent: dict[str, float] = {}
+        device = self._prices.slowest
         for place, number in pieces:
+            size = self._prices.sizes(place, self._spread)
+            halving += number * device.on_host * device.launch * (HALVED * size.calls + HALVED_TENSOR * size.tensors)
             spent = self._prices.spent(place, self._spread, self._rows)
             forward += number * spent.forward
             backward += number * spent.backward
@@ -122,15 +127,14 @@ class Lane:
             sent_backward += number * sum(seconds for _, seconds in spent.sent_backward)
             for what, seconds in (*spent.sent_forward, *spent.sent_backward):
                 sent[what] = sent.get(what, 0.0) + number * seconds
-        return Work(forward, backward, sent_forward, sent_backward, sent)
+        return Work(forward, backward, halving, sent_forward, sent_backward, sent)
 
     def _front(self, rank: int, flying: tuple[int, ...], spared: bool) -> Front:
         """What may be done with the blocks of a rank of which so many microbatches of each stage are under way.
         `spared`: the last block of each stage is not computed again."""
         kinds = self.kinds(rank, flying)
-        if spared:
-            kinds = tuple(map(_without, kinds, self._spared(rank)))
-        return front(kinds, len(self.policies))
+        left = tuple(map(Kind.without, kinds, self._spared(rank))) if spared else kinds
+        return front(left, len(self.policies))
 
     def _spared(self, rank: int) -> list[bool]:
         """For each kind of blocks of a rank whether the last block of its stage is one of them."""
@@ -238,10 +242,6 @@ class Lane:
         return sorted(found)
 
 
-def _without(kind: Kind, one: bool) -> Kind:
-    return Kind(kind.number - 1, kind.frees, kind.costs) if one else kind
-
-
 BUSY = ("compute", "parts", "tokens", "experts")
 """Terms of what a rank does between messages of other stages."""
 GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
@@ -273,7 +273,7 @@ def seconds_of(
     for place, (work, share) in enumerate(zip(lane.works, halves, strict=True)):
         speed, (more, sent) = speeds[place % lane.ranks], again.get(place, (0.0, {}))
         more = more / speed + sum(sent.values())
-        backward = work.backward / speed + work.sent_backward + (1 + share) * more
+        backward = (work.backward + share * work.halving) / speed + work.sent_backward + (1 + share) * more
         found.append(Pace(work.forward / speed + work.sent_forward, backward, more, share))
     return found
 

@@ -41,7 +41,8 @@ MOST_PARAMETERS = 3 * 10**7
 ENOUGH, TIMES = 0.3, 4
 """Seconds of a forward and backward after which no more rows are tried, and how many times as many are tried next."""
 ROUNDS, LONGEST = 6, 2.0
-"""Microbatches of so many rows that are timed, and seconds after which no more are begun."""
+"""Microbatches of so many rows that are timed, and seconds after which no more are begun, but for the first of them:
+the one before, which warms up, may itself take so long."""
 
 
 class Ran(NamedTuple):
@@ -202,13 +203,13 @@ class _Timer:
         self._module: torch.nn.Module | None = None
 
     def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
-        """What each of ROUNDS microbatches of `rows` rows takes, or of as many as begin within LONGEST; None where one
-        fails."""
+        """What each of ROUNDS microbatches of `rows` rows takes, or of as many as begin within LONGEST, after one that
+        warms up; None where one fails."""
         began, taken = time.monotonic(), list[Timed]()
 
         def may_begin() -> bool:
             enough = len(taken) > ROUNDS or time.monotonic() - began > LONGEST
-            return not self.error and not (taken and enough)
+            return not self.error and not (len(taken) > 1 and enough)
 
         while how.goes_on(may_begin()):
             if not self.error:  # the others may not have met it
@@ -216,7 +217,7 @@ class _Timer:
                     taken.append(self._round(rows))
                 except Exception as error:  # somebody else's code, which may ask for other rows
                     self.error = f"{type(error).__name__}: {error}"
-        return None if self.error else taken[1:] or taken  # the first one warms up
+        return None if self.error else taken[1:]
 
     def _round(self, rows: int) -> Timed:
         if self._module is None:
