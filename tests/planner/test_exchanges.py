@@ -19,8 +19,9 @@ from shoal.planner import Subject
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Link
 from shoal.planner.degrees import Spread
-from shoal.planner.exchanges import MOST_CHUNKS, agreed, chunks
+from shoal.planner.exchanges import MOST_CHUNKS, agreed, chunks, met
 from shoal.planner.measure import here
+from shoal.planner.pipes import slowest
 from shoal.planner.profile import profile
 from shoal.planner.rehearsal import rehearse
 from shoal.planner.search import Search
@@ -97,6 +98,27 @@ def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan, tmp_path, monke
     traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [row] * 32)[-1].traffic
     agreeing = [(flow, of.calls) for flow, of in traffic.items() if flow.purpose in BALLOTS]
     assert counted == sum(ROUNDS[flow.operation] * calls for flow, calls in agreeing) > 0
+
+
+@pytest.mark.parametrize(("plan", "tied"), [({"pp": 2}, True), ({"pp": 4}, False)], ids=str)
+def test_stages_send_what_is_counted(plan, tied, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, numbers, whole = build({**GPT, "layers": 4, "tied": tied}), precision("bf16"), Plan(**plan)
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ())
+    task = Task(traced, here(whole.size, whole.size, torch.bfloat16), 8, numbers_of(numbers, sgd))
+    choice = Choice(Spread(copies=whole.dp, stages=whole.pp), 2, schedule="1f1b")
+    searched = Search(task)
+    estimate = searched.simulated(searched.estimate(choice))
+    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
+    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 2, "precision": "bf16"}
+    rank = slowest(estimate.stages, whole.pp)[0] * whole.dp
+    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32, rank=rank)[-1].traffic
+    sends = {flow: of.payload for flow, of in traffic.items() if flow.purpose not in BALLOTS}
+    found = sum(of for flow, of in sends.items() if flow.operation != "recv" and flow.group != "dp")  # replicas: one
+    assert sum(estimate.wire.values()) == pytest.approx(found, rel=0.01), sends
+    assert (met(searched.prices, choice)[0] > 0) == tied and met(searched.prices, replace(choice, schedule="zbv"))[
+        0
+    ] == 0
 
 
 FAST, SLOW = Link(1e-4, 4e10), Link(1e-4, 3e9)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
 from shoal.plan import Option, option_parameters
 from shoal.planner.degrees import Spread
-from shoal.planner.exchanges import exchanged, moved, updated
+from shoal.planner.exchanges import exchanged, met, moved, updated
 from shoal.planner.held import Held, held, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
-from shoal.planner.pipes import Pace, of_ranks, simulated, slowest
+from shoal.planner.pipes import Pace, of_ranks, passed_on, simulated, slowest
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import Timed, timing
@@ -184,6 +184,8 @@ class Estimates(Timed):
         one = self._kept(choice, lane, slow, [1] * choice.chunks, counts)[0]
         terms["offload"] = moved(self.prices, choice, own, number, window[1], tied, has, one)
         terms["optimizer"] = updated(self.prices, choice, own, tied, has)
+        if ranks > 1:
+            terms["stages"] += met(self.prices, choice)[0]
         chosen = replace(
             choice,
             stages=lane.cuts.numbers if ranks > 1 else (),
@@ -240,8 +242,11 @@ class Estimates(Timed):
             for what, nbytes in self.prices.wire(place, spread, choice.microbatch).items():
                 wire[what] = wire.get(what, 0.0) + many * estimate.microbatches * nbytes
         if ranks > 1:
-            ends = sum(each.boundary for each in found.sizes[1:]) / (len(found.sizes) - 1)
-            wire["stages"] = 2 * choice.chunks * estimate.microbatches * ends * choice.microbatch
+            meets, meeting = met(self.prices, choice)
+            row = passed_on([each.boundary for each in found.sizes], ranks, choice.schedule)[slow]
+            wire["stages"] = estimate.microbatches * choice.microbatch * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
+            terms["stages"] -= meets  # which follows the last action
             terms = within(terms, simulated(*timed, self.prices.slowest.crowd))
+            terms["stages"] += meets
         return replace(estimate, terms=terms, wire=wire, message=self.message(choice))

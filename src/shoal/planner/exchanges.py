@@ -11,6 +11,7 @@ from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Device, Link
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
 from shoal.planner.held import Held, copies, elements, is_cut, resting
+from shoal.planner.pipes import THERE_AND_BACK
 from shoal.planner.task import EXACT, Choice
 
 
@@ -151,6 +152,20 @@ def updated(prices: Prices, choice: Choice, own: Sizes, tied: float, has: Held) 
     disk = 2 * has.paged * pages / cluster.disk if has.paged else 0.0
     paging = PAGED * launching(device) if has.paged and device.on_host else 0.0
     return has.stays * there + max((1 - has.stays) * on_host, disk) + paging
+
+
+def met(prices: Prices, choice: Choice) -> tuple[float, float]:
+    """Seconds in which the first and the last stage of a pipeline add up the gradients of what they share (a tied
+    embedding) beside what replicas exchange, and the bytes that one hands over for that."""
+    spread, profile, cluster = choice.spread, prices.task.profile, prices.task.cluster
+    if spread.stages == 1 or choice.schedule in THERE_AND_BACK:  # one rank has both
+        return 0.0, 0.0
+    shared = min(prices.tied, max(part.trained.value for part in profile.parts))
+    if not (nbytes := prices.task.numbers.gradient * shared / spread.parts):
+        return 0.0, 0.0
+    link = cluster.link(spread.stride("stages") * (spread.stages - 1), 2)
+    # Replicas add them up with their own, in groups of twice as many: each has a part of what is more then.
+    return link.seconds("all_reduce", nbytes / spread.replicas, 2), nbytes if spread.replicas == 1 else 0.0
 
 
 def launching(device: Device) -> float:

@@ -15,6 +15,8 @@ from shoal.pipeline.actions import Action, Kind
 
 HALVED = ("zb1p", "zbv")
 """Schedules with backwards in two halves."""
+THERE_AND_BACK = ("zbv",)
+"""Schedules that go to the last rank and come back, so that the first one has the last stage too."""
 LARGE = 4000
 """Actions of a schedule up to which it is simulated whole; beyond, what more microbatches take is extrapolated."""
 
@@ -42,6 +44,18 @@ def of_ranks(stages: Sequence[Pace], ranks: int) -> list[float]:
     if len(stages) == ranks:
         return [each[0] + each[1] for each in stages]
     return [sum(each[0] + each[1] for each in stages[rank::ranks]) for rank in range(ranks)]
+
+
+def passed_on(given: Sequence[float], ranks: int, schedule: str) -> list[float]:
+    """The bytes that each rank of a pipeline sends for a row, where each stage but the first is `given` so many, and
+    hands back as many."""
+    sent, returns = [0.0] * ranks, schedule in THERE_AND_BACK
+    turns = (divmod(stage, ranks) for stage in range(len(given)))
+    placed = [ranks - 1 - place if returns and turn % 2 else place for turn, place in turns]
+    for before, own, nbytes in zip(placed, placed[1:], given[1:], strict=False):
+        for rank in (before, own) if before != own else ():
+            sent[rank] += nbytes
+    return sent
 
 
 def cut(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> list[int]:
