@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.parallel.tensor.graph.dims import Dim, block, new, resolve, unify
+from shoal.parallel.tensor.graph.dims import Atom, Dim, block, leaves, new, resolve, unify
 from shoal.parallel.tensor.graph.trace import Op, Trace
 
 
@@ -55,6 +55,7 @@ class Flow:
         self.used = self.parameters.keys() & {id(each) for op in trace.ops for each in op.inputs}
         self.of: dict[int, list[Dim]] = {}
         self.uses: list[Use] = []
+        self._atoms: dict[int, frozenset[Atom]] = {}
         self.views: dict[int, Tensor] = {}  # parameters by tensors that are transposed, or split off
         for op in trace.ops:
             self.follow(op)
@@ -64,6 +65,12 @@ class Flow:
         if id(tensor) not in self.of:
             self.of[id(tensor)] = [new(length) for length in tensor.shape]
         return self.of[id(tensor)]
+
+    def atoms(self, tensor: Tensor) -> frozenset[Atom]:
+        """Returns all atoms that a tensor has, which change no more when every operation has been followed."""
+        if id(tensor) not in self._atoms:
+            self._atoms[id(tensor)] = frozenset(leaf for dim in self.dims(tensor) for leaf in leaves(dim))
+        return self._atoms[id(tensor)]
 
     def put(self, tensor: Tensor, dims: Sequence[Dim] | None) -> None:
         """Sets the dims of a result, which is left alone if it is one of the inputs (computed in place)."""

@@ -86,8 +86,7 @@ class _Finding:
     def cut(self, tensor: Tensor) -> frozenset[Atom]:
         """Returns the chosen atoms that a tensor has."""
         if id(tensor) not in self._cut:
-            found = (leaf for dim in self._flow.dims(tensor) for leaf in leaves(dim))
-            self._cut[id(tensor)] = frozenset(found) & self._chosen
+            self._cut[id(tensor)] = self._flow.atoms(tensor) & self._chosen
         return self._cut[id(tensor)]
 
     def _bad(self, atoms: frozenset[Atom], why: str) -> None:

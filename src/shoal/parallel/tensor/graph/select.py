@@ -74,9 +74,10 @@ def selected(
     fits: tries the modules with their parts, and returns the atoms for which they do not run, and why
     """
     bad: dict[Atom, str] = {}
+    beside = _beside(flow)
     while True:
         weights = _candidates(flow, ranks, whole, pinned, bad)
-        chosen = frozenset(_independent(weights, _conflicts(flow, weights)))
+        chosen = frozenset(_independent(weights, _conflicts(beside, weights)))
         roles = roles_of(flow, chosen)
         wrong = dict(roles.bad) or (fits(roles, chosen) if chosen else {})
         if not wrong:
@@ -126,14 +127,23 @@ def _vocabularies(flow: Flow) -> set[Atom]:
     return found.difference(leaf for dim in others for leaf in leaves(dim))
 
 
-def _conflicts(flow: Flow, atoms: Collection[Atom]) -> dict[Atom, set[Atom]]:
+def _beside(flow: Flow) -> list[list[Atom]]:
+    """Returns the atoms that tensors have beside each other, each such list once: as often as they have them."""
+    for parameter in flow.parameters.values():
+        flow.dims(parameter)
+    found: dict[tuple[int, ...], list[Atom]] = {}
+    for dims in flow.of.values():
+        factors = [{*leaves([factor])} for dim in dims for factor in resolve(dim)]
+        places = [leaf for factor in factors for leaf in factor]  # the parts of a sum may be one atom
+        found.setdefault(tuple(sorted(map(id, places))), places)
+    return [*found.values()]
+
+
+def _conflicts(beside: Sequence[Sequence[Atom]], atoms: Collection[Atom]) -> dict[Atom, set[Atom]]:
     """Returns, for each atom, those that some tensor has beside it; itself if a tensor has it twice."""
     found: dict[Atom, set[Atom]] = {atom: set() for atom in atoms}
-    for dims in flow.of.values():
-        places: list[Atom] = []
-        for dim in dims:
-            for factor in resolve(dim):  # the parts of a sum lie beside each other, and may be one atom
-                places += {leaf for leaf in leaves([factor]) if leaf in found}
+    for each in beside:
+        places = [atom for atom in each if atom in found]
         if len(places) > 1:
             for at, atom in enumerate(places):
                 found[atom].update(places[:at] + places[at + 1 :])

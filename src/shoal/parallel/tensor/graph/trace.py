@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,11 +65,11 @@ class Op:
     def name(self) -> str:
         return str(self.func.overloadpacket.__name__)
 
-    @property
+    @cached_property
     def inputs(self) -> list[Tensor]:
         return [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Tensor)]
 
-    @property
+    @cached_property
     def outputs(self) -> list[Tensor]:
         return [each for each in tree_leaves(self.result) if isinstance(each, Tensor)]
 
