@@ -12,7 +12,7 @@ becomes the mean over microbatches if it is floating, else the largest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from shoal.errors import UserError
 from shoal.module.affine import Affine, Rule
 from shoal.module.attributes import Kept
 from shoal.module.compiling import as_written
+from shoal.module.counted import Counted
 
 
 @contextmanager
@@ -96,6 +97,7 @@ class OtherBuffers:
             if buffer is not None and not buffer.is_complex() and replicas > 1
         }
         self._kept = Kept(root) if replicas > 1 else None
+        self._numbers = Counted(root, replicas) if replicas > 1 else None
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._start: dict[str, Tensor] = {}
         self._rules: dict[str, Rule | str] = {}
@@ -125,8 +127,16 @@ class OtherBuffers:
         The first two forwards are observed, and later ones ever more rarely.
         """
         self._forwards += not self._muted
+        if self._muted or self._forwards & (self._forwards - 1):
+            yield _nothing
+            return
+        with nullcontext() if self._numbers is None else self._numbers.watching(), self._observing() as gave:
+            yield gave
+
+    @contextmanager
+    def _observing(self) -> Iterator[Callable[[Any], None]]:
         kept = {} if self._kept is None else self._kept.now()
-        if not (self._places or kept) or self._muted or self._forwards & (self._forwards - 1):
+        if not (self._places or kept):
             yield _nothing
             return
         before, failed = self._now(), False

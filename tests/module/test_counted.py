@@ -1,0 +1,66 @@
+"""Numbers that each forward changes are said, as replicas would have other ones than one process."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import Engine, Plan
+from shoal.comm.simulation import simulate_world
+from shoal.models import regression
+from tests.exchange import teacher
+
+
+class Counts(nn.Module):
+    """Computes with a count of its forwards, which it keeps itself, or its class does, or the caller sets."""
+
+    of_all = 0
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(teacher.INPUTS, teacher.OUTPUTS), where
+        self.own, self.is_begun = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.is_begun = True
+        if self.where == "class":
+            type(self).of_all += 1
+        self.own += self.where == "own"
+        return self.layer(x) * (1 + 0.1 * (self.own + type(self).of_all))
+
+
+def losses(world, where: str) -> list[float]:
+    torch.set_num_threads(1)
+    how = {"global_batch": 16, "microbatch": 4, "dropout": "fused", "world": world}
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    engine = Engine(partial(Counts, where), regression, sgd, Plan(dp=world.size), **how)
+    try:
+        found = []
+        for step, batch in enumerate(engine.batches(teacher.data(), steps=3)):
+            if where == "caller":
+                engine.module.own = step
+            found.append(engine.step(batch).loss)
+        return found
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("where", "name"), [("own", "own"), ("class", "Counts.of_all")])
+def test_a_number_that_forwards_change_is_said_on_several_replicas(where, name, monkeypatch):
+    monkeypatch.setattr(Counts, "of_all", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        simulate_world(1, losses, where)
+    with pytest.warns(UserWarning, match=f"forwards change {name}, a number.*each of 2 replicas.*between steps"):
+        simulate_world(2, losses, where)
+
+
+def test_what_the_caller_sets_between_steps_is_that_of_one_process():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (one,), two = simulate_world(1, losses, "caller"), simulate_world(2, losses, "caller")
+    assert two[0] == pytest.approx(one, rel=1e-5)
