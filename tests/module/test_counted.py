@@ -33,11 +33,22 @@ class Counts(nn.Module):
         return self.layer(x) * (1 + 0.1 * (self.own + type(self).of_all))
 
 
-def losses(world, where: str) -> list[float]:
+class Drops(Counts):
+    """Has a layer that Shoal stands in for, which counts its calls."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(x))
+
+
+def losses(world, where: str, model: type[Counts] = Counts) -> list[float]:
     torch.set_num_threads(1)
-    how = {"global_batch": 16, "microbatch": 4, "dropout": "fused", "world": world}
     sgd = partial(torch.optim.SGD, lr=0.05)
-    engine = Engine(partial(Counts, where), regression, sgd, Plan(dp=world.size), **how)
+    how = {"plan": Plan(dp=world.size), "global_batch": 16, "microbatch": 4, "world": world}
+    engine = Engine(partial(model, where), regression, sgd, **how)
     try:
         found = []
         for step, batch in enumerate(engine.batches(teacher.data(), steps=3)):
@@ -59,8 +70,9 @@ def test_a_number_that_forwards_change_is_said_on_several_replicas(where, name, 
         simulate_world(2, losses, where)
 
 
-def test_what_the_caller_sets_between_steps_is_that_of_one_process():
+@pytest.mark.parametrize("model", [Counts, Drops])
+def test_what_the_caller_sets_between_steps_is_that_of_one_process(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (one,), two = simulate_world(1, losses, "caller"), simulate_world(2, losses, "caller")
+        (one,), two = simulate_world(1, losses, "caller", model), simulate_world(2, losses, "caller", model)
     assert two[0] == pytest.approx(one, rel=1e-5)

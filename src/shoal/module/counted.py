@@ -38,13 +38,16 @@ class Counted:
             )
 
     def _numbers(self) -> dict[str, float]:
-        tables = {prefix: vars(each) for prefix, each in self._root.named_modules()}
-        for kind in {base for each in self._root.modules() for base in type(each).__mro__}:
-            if kind.__module__.partition(".")[0] not in OTHERS:
-                tables[kind.__qualname__] = vars(kind)
+        tables = {prefix: vars(each) for prefix, each in self._root.named_modules() if _is_the_users(type(each))}
+        kinds = {base for each in self._root.modules() for base in type(each).__mro__}
+        tables |= {kind.__qualname__: vars(kind) for kind in kinds if _is_the_users(kind)}
         return {
             f"{prefix}.{name}".lstrip("."): value
             for prefix, table in tables.items()
             for name, value in table.items()
             if type(value) in (int, float, bool)
         }
+
+
+def _is_the_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in OTHERS
