@@ -16,7 +16,11 @@ class Counted:
     """Watches the numbers of `root`, which has as many replicas as `replicas` says."""
 
     def __init__(self, root: nn.Module, replicas: int) -> None:
-        self._root, self._replicas = root, replicas
+        # here, and once: in a forward a walk through the modules of a stage asks for its weights
+        self._tables = {prefix: vars(each) for prefix, each in root.named_modules() if _is_the_users(type(each))}
+        kinds = {base for each in root.modules() for base in type(each).__mro__}
+        self._tables |= {kind.__qualname__: vars(kind) for kind in kinds if _is_the_users(kind)}
+        self._replicas = replicas
         self._changed: set[str] | None = None
         self._is_told = False
 
@@ -38,12 +42,9 @@ class Counted:
             )
 
     def _numbers(self) -> dict[str, float]:
-        tables = {prefix: vars(each) for prefix, each in self._root.named_modules() if _is_the_users(type(each))}
-        kinds = {base for each in self._root.modules() for base in type(each).__mro__}
-        tables |= {kind.__qualname__: vars(kind) for kind in kinds if _is_the_users(kind)}
         return {
             f"{prefix}.{name}".lstrip("."): value
-            for prefix, table in tables.items()
+            for prefix, table in self._tables.items()
             for name, value in table.items()
             if type(value) in (int, float, bool)
         }
