@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal import Engine, Plan
 from shoal.comm import World
+from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, ResNet, ResNetConfig, from_config
 from shoal.module.build import Built
@@ -874,3 +875,38 @@ def chosen(world: World) -> int:
     engine = Engine(Skips, squares, SGD, Plan(pp=2), world=world, global_batch=24)
     engine.close()
     return engine.microbatch
+
+
+class Long(nn.Module):
+    """Blocks of which a budget holds a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def budgeted(world: World, plan: dict[str, Any]) -> list[float]:
+    torch.set_num_threads(1)
+
+    def loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return model(microbatch["x"]).square().sum(), len(microbatch["x"])
+
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    small = Plan(exchange={"name": "allreduce", "chunk_bytes": 20_000}, **plan)
+    engine = Engine(Long, loss, sgd, small, global_batch=8, microbatch=4, world=world)
+    try:
+        rows = [{"x": torch.full((64,), at / 16)} for at in range(16)]
+        return [engine.step(batch).loss for batch in engine.batches(rows, steps=2)]
+    finally:
+        engine.close()
+
+
+def test_what_is_tried_out_asks_for_no_more_weights_than_a_budget_holds():
+    """Attributes that a trial puts back were told from views of weights, all of which came for that."""
+    (one,) = simulate_world(1, budgeted, {})
+    assert simulate_world(2, budgeted, {"pp": 2, "memory": {"device": "120KB"}})[0] == pytest.approx(one, rel=1e-5)

@@ -88,7 +88,10 @@ def _inside(hidden: nn.Module, prefix: str) -> dict[str, tuple[dict[str, Any], s
 
 
 def _storages(root: nn.Module) -> set[int]:
-    return {storage_of(each) for each in root.parameters() if each.layout == torch.strided}
+    """Returns the memories of parameters, none of which is asked for where they come and go (see chunks.asked)."""
+    tables = [each._parameters for each in root.modules()]
+    found = [each for table in tables for each in (dict.values(table) if isinstance(table, dict) else table.values())]
+    return {storage_of(each) for each in found if each is not None and each.layout == torch.strided}
 
 
 def _has_memory(value: object, weights: Collection[int]) -> bool:
