@@ -14,6 +14,7 @@ import pytest
 from shoal.comm import World
 from shoal.errors import UserError
 from shoal.jobs.automatic import pinned
+from shoal.jobs.choose import settle
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.train import train
@@ -72,6 +73,16 @@ def test_steps_that_loss_scaling_skips_measure_nothing(quick, make_job, tmp_path
     skipped = len(records.steps) - len(full)
     assert skipped > 1, "the test wants steps that are skipped"
     assert [each.step for each in records.tried] == [full[STEPS - 1], full[2 * STEPS - 1]]
+
+
+def test_a_run_that_goes_on_after_its_trials_says_which_plan_was_the_fastest(quick, make_job, tmp_path, capsys):
+    job = replace(make_job(steps=1, microbatch=2), auto=Auto(True, 2))
+    settled = settle(job, {}, World.single("cpu"))
+    key = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
+    write(tmp_path / "run", Trials(key, 2, (Candidate({}, 0.1, 0.3), Candidate({"recompute": "full"}, 0.1, 0.2))))
+    train(job, {}, World.single("cpu"))
+    assert "plan: recompute = full (the fastest of those that were tried)" in capsys.readouterr().out
+    assert "#   recompute = full: 0.2 s a step" in (tmp_path / "run" / "resolved.toml").read_text()
 
 
 @pytest.mark.matrix

@@ -41,7 +41,8 @@ def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
     plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. A collective call;
     raises UserError, on all ranks alike, where nothing is legal or fits."""
     if (known := _under_trial(settled, world)) is not None:
-        return replace(under(settled, known.plan, known.microbatch), trials=known, why="it is tried")
+        said = "the fastest of those that were tried" if known.next is None else "it is tried"
+        return replace(under(settled, known.plan, known.microbatch), trials=known, why=said)
     if not settled.job.auto.wanted:
         if pinned(settled.job, settled.origins) or settled.job.run.at:
             return settled

@@ -198,7 +198,7 @@ class LiveRank:
         speed = Speed(self._cost, peak_flops(engine, measure=False))
         restored = resume.Restored(saved, user, "", [])
         if world.rank == 0:
-            write_resolved(settled.job, settled.origins, run_dir)
+            write_resolved(settled.job, settled.origins, run_dir, settled.trials)
         attempt = Attempt(
             settled, engine, restored, about(settled), speed, evaluated=evaluated, has_lost=self._has_lost
         )

@@ -137,7 +137,7 @@ def make_directory(settled: Settled, world: World, engine: Engine) -> None:
     if world.rank == 0:
         try:
             (run_dir / DIRECTORY).mkdir(parents=True, exist_ok=True)
-            write_resolved(settled.job, settled.origins, run_dir)
+            write_resolved(settled.job, settled.origins, run_dir, settled.trials)
             if settled.tokenizer is not None:
                 save_tokenizer(settled.tokenizer, run_dir / TOKENIZER)
         except OSError as error:

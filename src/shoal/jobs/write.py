@@ -30,9 +30,9 @@ def to_toml(job: Job, origins: Origins) -> str:
 
 
 def write_resolved(job: Job, origins: Origins, run_dir: Path, trials: Trials | None = None) -> None:
-    """Writes `run_dir`/resolved.toml. `trials`: of plans that were tried."""
+    """Writes `run_dir`/resolved.toml. `trials`: of plans, which it tells once none is left to try."""
     head = "# Every value of this run, and where it came from.\n"
-    if trials is not None:
+    if trials is not None and trials.next is None:
         head += "# Plans that were tried in the run:\n"
         head += "".join(f"#   {each}\n" for each in trials.candidates)
     head += "\n"
