@@ -116,9 +116,35 @@ def test_stages_send_what_is_counted(plan, tied, tmp_path, monkeypatch):
     sends = {flow: of.payload for flow, of in traffic.items() if flow.purpose not in BALLOTS}
     found = sum(of for flow, of in sends.items() if flow.operation != "recv" and flow.group != "dp")  # replicas: one
     assert sum(estimate.wire.values()) == pytest.approx(found, rel=0.01), sends
-    assert (met(searched.prices, choice)[0] > 0) == tied and met(searched.prices, replace(choice, schedule="zbv"))[
-        0
-    ] == 0
+    other = replace(choice, schedule="zbv")
+    assert (met(searched.prices, choice)[0] > 0) == tied and met(searched.prices, other)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "recompute"),
+    [
+        ({"tp": 2}, "none"),
+        ({"tp": 2}, "selective"),
+        ({"tp": 2}, "full"),
+        ({"cp": 2}, "selective"),
+        ({"cp": 2, "context": "ring"}, "selective"),
+    ],
+    ids=str,
+)
+def test_what_blocks_send_again_is_counted(plan, recompute, tmp_path, monkeypatch):
+    """Of a selective recompute nothing was: its products are kept, and not what came of collectives."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, numbers, whole = build(GPT), precision("fp32"), Plan(**plan, recompute=recompute)
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ("parts", "tokens", "ring"))
+    cluster = here(2, 2, torch.float32)
+    task = Task(traced, cluster, 8, numbers_of(numbers, sgd), recompute=(recompute,))
+    search = Search(task)
+    estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4)))
+    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
+    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 4}
+    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32)[-1].traffic
+    sent = sum(of.payload for flow, of in traffic.items() if flow.purpose in ("activations", "logits", "attention"))
+    assert sum(value for what, value in estimate.wire.items() if what != "copies") == pytest.approx(sent)
 
 
 FAST, SLOW = Link(1e-4, 4e10), Link(1e-4, 3e9)

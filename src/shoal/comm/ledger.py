@@ -127,7 +127,7 @@ class Ledger:
             booked = {key: Traffic(*sums) for key, sums in self._booked.items()}
         traffic: dict[Flow, Traffic] = {}
         for (group, operation, purpose), more in booked.items():
-            flow = Flow(group, operation, _class_of(purpose))
+            flow = Flow(group, operation, class_of(purpose))
             traffic[flow] = traffic.get(flow, Traffic()) + more
         return traffic
 
@@ -243,7 +243,7 @@ class Ledger:
         return sorted(spans + measured, key=lambda span: span.start + span.seconds) if measured else spans
 
 
-def _class_of(purpose: str) -> str:
+def class_of(purpose: str) -> str:
     """Drops the number at the end: "gradients 7" becomes the class `gradients`."""
     words = purpose.split()
     return " ".join(words[:-1]) if len(words) > 1 and words[-1].isdigit() else purpose

@@ -12,15 +12,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.planner.cluster import Device, Link, between
-from shoal.planner.computing import (
-    BACKWARD,
-    FORWARD,
-    UNADDED,
-    Times,
-    asked_of,
-    seconds_again,
-    seconds_of,
-)
+from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, asked_of, seconds_again, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.profile import Message, PartProfile
@@ -217,8 +209,8 @@ class Prices:
     def _repeat(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
         some, full = self._recomputed(place, spread, rows)
         sent = self._carried([part for part in self.pieces[place] if part.is_block], spread, rows)
-        carried = _summed((kind(message), seconds) for message, seconds in sent)
-        return {"none": (0.0, ()), "selective": (some, ()), "full": (full, carried)}
+        carried = _summed((kind(message), seconds * message.repeated) for message, seconds in sent)
+        return {"none": (0.0, ()), "selective": (some, carried), "full": (full, carried)}
 
     def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: int) -> tuple[float, float]:
         """How many times longer than counted forward and backward take, of as many rows as a rank has a share of."""
@@ -258,14 +250,15 @@ class Prices:
         messages = (each for part in self.task.profile.parts for each in part.messages)
         return list(dict.fromkeys((kind(each), each.operation) for each in messages))
 
-    def wire(self, place: int, spread: Spread, rows: int) -> dict[str, float]:
-        """Bytes of tensors that a microbatch of a piece hands to collectives, forward and backward."""
+    def wire(self, place: int, spread: Spread, rows: int, again: bool = False) -> dict[str, float]:
+        """Bytes of tensors that a microbatch of a piece hands to collectives, forward and backward, or, `again`, where
+        its blocks are computed again."""
         found: dict[str, float] = {}
-        for part in self.pieces[place]:
-            for message in part.messages:
-                ranks, _, payload = sent(message, spread, rows)
-                if ranks > 1:
-                    found[kind(message)] = found.get(kind(message), 0.0) + payload * (1 + message.again)
+        for message in (each for part in self.pieces[place] if part.is_block or not again for each in part.messages):
+            ranks, _, payload = sent(message, spread, rows)
+            if ranks > 1:
+                share = message.repeated if again else 1 + message.again
+                found[kind(message)] = found.get(kind(message), 0.0) + payload * share
         return found
 
     def _measure(self, place: int, spread: Spread) -> Sizes:

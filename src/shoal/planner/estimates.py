@@ -4,7 +4,7 @@ stage, in the least time (see knapsack). What is chosen is timed by its schedule
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
@@ -181,6 +181,8 @@ class Estimates(Timed):
         window = sum(each.backward for each in stages[slow::ranks]), number * slowest(stages, ranks)[1]
         has = self._held(choice, lane, slow, counts, deal.most)
         terms["copies"], wire = exchanged(self.prices, choice, own, number, window, tied, has)
+        for place in range(slow, len(stages), ranks) if lane.recomputes(counts) else ():
+            _add(wire, self._sent_again(choice, lane, place, counts[place]), number * (1 + stages[place].parted))
         one = self._kept(choice, lane, slow, [1] * choice.chunks, counts)[0]
         terms["offload"] = moved(self.prices, choice, own, number, window[1], tied, has, one)
         terms["optimizer"] = updated(self.prices, choice, own, tied, has)
@@ -197,6 +199,14 @@ class Estimates(Timed):
         forward = number * math.fsum(each)
         device, host, disk = fullest.device, fullest.host, fullest.disk
         return Estimate(chosen, terms, device, host, disk, wire, number, again, stages, forward=forward)
+
+    def _sent_again(self, choice: Choice, lane: Lane, stage: int, counts: Counts) -> dict[str, float]:
+        """Bytes that backward of a microbatch sends again, by what ranks divide."""
+        found: dict[str, float] = {}
+        for (place, _), numbers in zip(lane.cuts.blocks[stage], counts, strict=True):
+            often = sum(each for policy, each in zip(lane.policies, numbers, strict=True) if policy != "none")
+            _add(found, self.prices.wire(place, choice.spread, choice.microbatch, again=True), often)
+        return found
 
     def _fullest(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> Held:
         """What the rank holds whose device is fullest; of equal ones that whose host is."""
@@ -239,8 +249,7 @@ class Estimates(Timed):
         stages = estimate.stages
         slow, _ = slowest(stages, ranks)
         for place, many in (each for stage in found.pieces[slow::ranks] for each in stage):
-            for what, nbytes in self.prices.wire(place, spread, choice.microbatch).items():
-                wire[what] = wire.get(what, 0.0) + many * estimate.microbatches * nbytes
+            _add(wire, self.prices.wire(place, spread, choice.microbatch), many * estimate.microbatches)
         if ranks > 1:
             meets, meeting = met(self.prices, choice)
             row = passed_on([each.boundary for each in found.sizes], ranks, choice.schedule)[slow]
@@ -250,3 +259,8 @@ class Estimates(Timed):
             terms = within(terms, simulated(*timed, self.prices.slowest.crowd))
             terms["stages"] += meets
         return replace(estimate, terms=terms, wire=wire, message=self.message(choice))
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float], times: float) -> None:
+    for what, value in more.items():
+        sums[what] = sums.get(what, 0.0) + times * value

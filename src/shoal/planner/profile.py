@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
 from shoal.planner.buffers import why_not_replicated
 from shoal.planner.degrees import TRIED, Spread
@@ -33,13 +34,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of each forward and, `again` times as much, of each backward, of the ranks that divide `what`."""
+    """A collective of each forward and, `again` times as much, of each backward, of the ranks that divide `what`.
+    `repeated`: the share that a block sends again which is computed again."""
 
     what: str
     operation: str
     calls: float
     payload: float
     again: float
+    repeated: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -188,10 +191,17 @@ def deepened(shallow: Profile, blocks: int, at: int) -> Profile:
 
 
 def _messages(what: str, seen: Seen, traced: Trace) -> list[Message]:
-    """The collectives of a part of the model on two ranks. Backward sends, over all traced parts, `again` times as
-    much as forward does."""
-    first = {each.kind: each for each in traced.parts}
-    forward = sum(each.payload for part in first.values() for each in part.sent.values())
-    both = sum(each.payload for each in traced.sent.values())
-    again = max(0.0, both / forward - 1) if forward else 0.0
-    return [Message(what, operation, each.calls, each.payload, again) for (operation, _), each in seen.sent.items()]
+    """The collectives of a part of the model on two ranks. Backward sends, over all traced parts and for each purpose,
+    `again` times as much as forward does."""
+    forward: dict[str, int] = {}
+    for part in {each.kind: each for each in reversed(traced.parts)}.values():
+        for (_, purpose), each in part.sent.items():
+            forward[purpose] = forward.get(purpose, 0) + each.payload
+    found = []
+    for (operation, purpose), each in seen.sent.items():
+        both, once = traced.sent[purpose].payload, forward[purpose]
+        again = max(0.0, both / once - 1) if once else 0.0
+        last = seen.sent_last.get((operation, purpose), Traffic()).payload
+        repeated = 1 - last / each.payload if each.payload else 1.0
+        found.append(Message(what, operation, each.calls, each.payload, again, repeated))
+    return found

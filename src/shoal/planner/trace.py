@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from shoal.chunks import Gather
 from shoal.chunks.make import EXPERTS
-from shoal.comm.ledger import Traffic
+from shoal.comm.ledger import Traffic, class_of
 from shoal.module.batchnorm import RunningStatistics
 from shoal.module.build import Built, build_blank
 from shoal.pipeline.units import Unit, units_of
@@ -46,7 +46,8 @@ class Seen:
     - `last`: those of `products` that come after the last tensor that backward keeps: they are not computed again
     - `multiplied`: number of products
     - `fused`, `kernels`: what is left of `touched` and of `calls` where it is compiled
-    - `sent`: calls and bytes by (operation, group) in the forward
+    - `sent`: calls and bytes by (operation, purpose) in the forward; `sent_last`: those that come after the last tensor
+      that backward keeps
     """
 
     name: str
@@ -65,15 +66,16 @@ class Seen:
     saved: int
     given: int
     sent: dict[tuple[str, str], Traffic]
+    sent_last: dict[tuple[str, str], Traffic]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A microbatch of a model: its parts in order, what backward sends beside what forwards do, and the most bytes of
-    temporaries, without gradients of parameters, and `beside` one. `weights`: elements of each part's parameters on
-    this rank, `trained` those that have gradients, `experts` those of stacked experts, `largest` those of its largest
-    parameter; `tensors`: its parameters that have gradients. `whole`: elements of the whole model, where tied ones
-    count once; `statistics`: numbers of BatchNorm's running statistics."""
+    """A microbatch of a model: its parts in order; what those that ran have sent by purpose, forward and backward; the
+    most bytes of temporaries, without gradients of parameters, and `beside` one. `weights`: elements of each part's
+    parameters on this rank, `trained` those that have gradients, `experts` those of stacked experts, `largest` those of
+    its largest parameter; `tensors`: its parameters that have gradients. `whole`: elements of the whole model, where
+    tied ones count once; `statistics`: numbers of BatchNorm's running statistics."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -81,7 +83,7 @@ class Trace:
     experts: tuple[int, ...]
     largest: tuple[int, ...]
     tensors: tuple[int, ...]
-    sent: dict[tuple[str, str], Traffic]
+    sent: dict[str, Traffic]
     temporaries: int
     beside: int
     whole: int
@@ -144,12 +146,12 @@ def _temporaries(events: Sequence[Event], sizes: Mapping[str, int]) -> tuple[int
     return most, beside
 
 
-def _traffic(ready: Prepared) -> dict[tuple[str, str], Traffic]:
-    """What has been sent so far by (operation, group)."""
-    found: dict[tuple[str, str], Traffic] = {}
+def _traffic(ready: Prepared) -> dict[str, Traffic]:
+    """What has been sent so far by purpose, but for objects, by which ranks compare a first forward."""
+    found: dict[str, Traffic] = {}
     for flow, each in ready.world.ledger.traffic.items():
-        key = flow.operation, flow.group
-        found[key] = found.get(key, Traffic()) + each
+        if flow.purpose != "object":
+            found[flow.purpose] = found.get(flow.purpose, Traffic()) + each
     return found
 
 
@@ -184,19 +186,19 @@ class _Looker:
 
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
-        self._log, self._read, self._at = log, 0, 0
+        self._log, self._read, self._heard, self._at = log, 0, 0, 0
         self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, ""] for _ in self._units]
         self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
-        self._before = dict[tuple[str, str], Traffic]()
+        self._last: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._known.clear()
         self._open, self._counts.log = True, log
-        with self._counts:
+        with self._counts, self._hearing():
             objective = forward()
         self._note()
         self._open = False
         self.found = [
-            Seen(unit.name, unit.is_block, sums[12] or unit.name, *sums[:12], sent)  # type: ignore[call-arg]
-            for unit, sums, sent in zip(self._units, self._sums, self._sent, strict=True)
+            Seen(unit.name, unit.is_block, sums[12] or unit.name, *sums[:12], sent, last)  # type: ignore[call-arg]
+            for unit, sums, sent, last in zip(self._units, self._sums, self._sent, self._last, strict=True)
         ]
         first: dict[str, Seen] = {}
         for seen in self.found:
@@ -204,6 +206,31 @@ class _Looker:
         self.found = [replace(first[seen.kind], name=seen.name) for seen in self.found]
         self._ready.local.randomness.replay()
         objective.backward()
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Hears of what is sent inside, and notes it for the part that runs."""
+        ledger = self._ready.world.ledger
+        count = ledger.count
+
+        def heard(group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
+            count(group, operation, purpose, payload, wire)
+            self._forget_kept()
+            key = operation, class_of(purpose)
+            for sums in (self._sent[self._at], self._last[self._at]) if purpose != "object" else ():
+                sums[key] = sums.get(key, Traffic()) + Traffic(1, payload, wire)
+
+        ledger.count = heard  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del ledger.count
+
+    def _forget_kept(self) -> None:
+        """What was sent before the last tensor that backward keeps is sent again where the part is computed again."""
+        new, self._heard = self._log[self._heard :], len(self._log)
+        if any(what == "saved" for what, _ in new):
+            self._last[self._at].clear()
 
     def _enter(self, place: int, module: Any, args: Any, kwargs: Any) -> None:
         if self._open:
@@ -229,18 +256,12 @@ class _Looker:
         sums, counts = self._sums[self._at], self._counts
         if counts.kept():  # what the last product gives is needed
             counts.last = 0.0
+        self._forget_kept()
         events, self._read = self._log[self._read :], len(self._log)
         for place, value in enumerate(counts.all):
             sums[place] += value
         sums[10] += sum(value for what, value in events if what == "saved")
         counts.clear()
-        now = _traffic(self._ready)
-        for key, each in now.items():
-            past = self._before.get(key, Traffic())
-            new = Traffic(each.calls - past.calls, each.payload - past.payload, each.wire - past.wire)
-            if new.calls:
-                self._sent[self._at][key] = self._sent[self._at].get(key, Traffic()) + new
-        self._before = now
 
 
 def _key(unit: Unit, given: Any) -> str:
