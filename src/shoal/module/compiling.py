@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -112,12 +112,30 @@ def fuses(device: torch.device) -> bool:
     return is_accelerator(device) and has_triton()
 
 
-def as_written() -> AbstractContextManager[Any]:
-    """Runs what is compiled as it is written, inside the context: for one who observes its operations.
+_stance, _observers, _forced = threading.Lock(), [0], ExitStack()
 
-    A graph would hide them, and dynamo never compiles again what it once met under an observer.
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Runs what is compiled as it is written, inside the context, on all threads: for one who observes its operations.
+
+    A graph would hide them, and dynamo never compiles again what it once met under an observer. Torch's stance is one
+    of the process: threads that left it in another order than they came would leave all as it is written for good.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else nullcontext()
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield
+        return
+    with _stance:
+        if not _observers[0]:
+            _forced.enter_context(torch.compiler.set_stance("force_eager"))
+        _observers[0] += 1
+    try:
+        yield
+    finally:
+        with _stance:
+            _observers[0] -= 1
+            if not _observers[0]:
+                _forced.close()
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
