@@ -49,9 +49,9 @@ def of_ranks(stages: Sequence[Pace], ranks: int) -> list[float]:
 def passed_on(given: Sequence[float], ranks: int, schedule: str) -> list[float]:
     """The bytes that each rank of a pipeline sends for a row, where each stage but the first is `given` so many, and
     hands back as many."""
-    sent, returns = [0.0] * ranks, schedule in THERE_AND_BACK
-    turns = (divmod(stage, ranks) for stage in range(len(given)))
-    placed = [ranks - 1 - place if returns and turn % 2 else place for turn, place in turns]
+    sent = [0.0] * ranks
+    empty = Schedule(schedule, ranks, len(given) // ranks, 0, (), "v" if schedule in THERE_AND_BACK else "loop")
+    placed = [empty.rank_of(stage) for stage in range(len(given))]
     for before, own, nbytes in zip(placed, placed[1:], given[1:], strict=False):
         for rank in (before, own) if before != own else ():
             sent[rank] += nbytes

@@ -160,7 +160,7 @@ class Search(Choices):
         same in the same time."""
         if choice.offload is None or choice.offload.disk is None or self.prices.slowest.on_host:
             return choice
-        return replace(choice, offload=replace(choice.offload, host=None, disk=None))
+        return replace(choice, offload=self.nearer[choice.offload][-1])
 
     def fits(self, choice: Choice, has: Held) -> bool:
         """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""

@@ -26,8 +26,8 @@ class Timed:
     there."""
 
     def __init__(self, task: Task, known: Timed | None = None) -> None:
-        self.task, self.known, self.policies = task, known, policies_of(task)
-        self._policies = self.policies, policies_of(task, compiled=True)
+        self.task, self.known = task, known
+        self._policies = policies_of(task), policies_of(task, compiled=True)
         of: Sequence[Prices | None] = (None, None) if known is None else known.by_compile
         self.prices: Prices = Prices(task, known=of[0])
         self.by_compile: tuple[Prices, Prices] = self.prices, Prices(task, True, of[1])  # as written, and compiled
