@@ -27,6 +27,7 @@ from shoal.planner.rehearsal import rehearse
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Task
 from shoal.precision import precision
+from tests.parity.cases import CASES
 from tests.pool import run_ranks
 
 pytestmark = pytest.mark.fast
@@ -145,6 +146,33 @@ def test_what_blocks_send_again_is_counted(plan, recompute, tmp_path, monkeypatc
     traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32)[-1].traffic
     sent = sum(of.payload for flow, of in traffic.items() if flow.purpose in ("activations", "logits", "attention"))
     assert sum(value for what, value in estimate.wire.items() if what != "copies") == pytest.approx(sent)
+
+
+def sent_to_experts(world: World, recompute: str) -> int:
+    """Bytes of tokens that a step of two microbatches hands to the ranks of its experts."""
+    case, plan = CASES["moe"], Plan(dp=2, ep=2, recompute=recompute)
+    engine = Engine(case.factory, case.loss, sgd, plan, global_batch=8, microbatch=2, world=world)
+    for batch in engine.batches([ROW] * 8, steps=1):
+        engine.step(batch)
+    engine.close()
+    return sum(of.payload for flow, of in world.ledger.traffic.items() if flow.purpose == "experts")
+
+
+def test_tokens_that_blocks_send_again_to_experts_are_counted(tmp_path, monkeypatch):
+    """How many go to a rank is known of no model before it runs, but how many times as many as without recompute."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    case, numbers = CASES["moe"], precision("fp32")
+    traced = profile(Subject(case.factory, case.loss, ROW, 1, numbers), ("experts",))
+    counted, found = {}, {}
+    for policy in ("none", "selective", "full"):
+        task = Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd), recompute=(policy,))
+        search = Search(task)
+        choice = Choice(Spread.of(Plan(dp=2, ep=2, recompute=policy)), 2)
+        counted[policy] = search.simulated(search.estimate(choice)).wire["experts"]
+        found[policy] = sum(run_ranks(sent_to_experts, 2, policy))
+    for policy in ("selective", "full"):
+        assert found[policy] > 1.4 * found["none"]
+        assert counted[policy] / counted["none"] == pytest.approx(found[policy] / found["none"], rel=0.01)
 
 
 FAST, SLOW = Link(1e-4, 4e10), Link(1e-4, 3e9)
