@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Group
+from shoal.device import applied
 
 Map = Callable[[Tensor], Tensor]
 
@@ -35,7 +36,7 @@ class _Pair:
     backward: Map
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self)
+        return applied(_Linear, x, self)
 
     @property
     def transposed(self) -> _Pair:

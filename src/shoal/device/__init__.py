@@ -6,6 +6,7 @@ the plain thing, so that callers need no branch; what is known of accelerators a
 """
 
 from shoal.device.backend import Backend, Event, Stream, backend, is_accelerator, stand_in
+from shoal.device.function import applied
 from shoal.device.generators import keep_generators, seed_generators
 from shoal.device.kernels import (
     allow_tf32,
@@ -69,6 +70,7 @@ __all__ = [
     "allocator",
     "allow_tf32",
     "any_device",
+    "applied",
     "aside",
     "asked_for",
     "attention_kernel",

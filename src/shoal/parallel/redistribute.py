@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm import Group
+from shoal.device import applied
 from shoal.parallel.placement import Placement, extent, longest, piece
 from shoal.parallel.route import Costs, Question, Step, route
 
@@ -81,7 +82,7 @@ class Redistribution:
             raise ValueError(
                 f"a piece of shape {tuple(local.shape)}: of {self.shape} placed as {self.source} this rank holds {here}"
             )
-        return _Redistribute.apply(local, self)
+        return applied(_Redistribute, local, self)
 
     @torch.no_grad()
     def run(self, local: Tensor) -> Tensor:
@@ -172,11 +173,11 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Redistribute.apply(grads[0], ctx.move.derivative()), None
+        return applied(_Redistribute, grads[0], ctx.move.derivative()), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Redistribute.apply(tangents[0], ctx.move)
+        return applied(_Redistribute, tangents[0], ctx.move)
 
 
 def _filled_up(value: Tensor, *lengths: int) -> Tensor:

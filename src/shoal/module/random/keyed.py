@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from shoal.device import seed_generators, to_device
+from shoal.device import applied, seed_generators, to_device
 from shoal.errors import UserError
 from shoal.models.moe import Router
 from shoal.module.random.functional import keyed_functional, torch_dropout
@@ -164,13 +164,13 @@ class Randomness:
         stretches = self.part(x, x.numel() // max(1, len(samples)))
         keys = mix(samples ^ key)
         if len(stretches) == 1:
-            return DropByKey.apply(x, p, keys, stretches[0][0], 0, 0)
+            return applied(DropByKey, x, p, keys, stretches[0][0], 0, 0)
         (first, run), stride = stretches[0], stretches[1][0] - stretches[0][0]
         if len(stretches) > _FEW and stretches == [(first + at * stride, run) for at in range(len(stretches))]:
-            return DropByKey.apply(x, p, keys, first, run, stride)
+            return applied(DropByKey, x, p, keys, first, run, stride)
         parts = x.reshape(len(samples), -1).split([number for _, number in stretches], 1)
         dropped = [
-            DropByKey.apply(part, p, keys, first, 0, 0) for part, (first, _) in zip(parts, stretches, strict=True)
+            applied(DropByKey, part, p, keys, first, 0, 0) for part, (first, _) in zip(parts, stretches, strict=True)
         ]
         return torch.cat(dropped, 1).view(x.shape)
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.device import applied
 from shoal.native import library
 
 _MASK32 = 0xFFFFFFFF
@@ -128,8 +129,8 @@ class DropByKey(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return DropByKey.apply(grads[0], ctx.p, ctx.keys, *ctx.where), None, None, None, None, None
+        return applied(DropByKey, grads[0], ctx.p, ctx.keys, *ctx.where), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return DropByKey.apply(tangents[0], ctx.p, ctx.keys, *ctx.where)
+        return applied(DropByKey, tangents[0], ctx.p, ctx.keys, *ctx.where)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm import Group, Lane
-from shoal.device import has_flash_attention
+from shoal.device import applied, has_flash_attention
 
 PURPOSE = "attention"
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
 
     `query`, `key`, `value`: [B, H, T / cp, K]; keys and values may have fewer heads, which divide those of the queries.
     """
-    return _RingAttention.apply(query, key, value, ring)[0]
+    return applied(_RingAttention, query, key, value, ring)[0]
 
 
 class _RingAttention(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shoal.comm.functional import copy_to, reduce_from
+from shoal.device import applied
 from shoal.errors import UserError
 from shoal.parallel.tensor.likelihood import PURPOSE, Likelihood, at_columns, here_or_elsewhere
 
@@ -162,7 +163,7 @@ class ShardedLogits:
 
     def likelihood(self, target: Tensor) -> Tensor:
         """Returns -log softmax at `target` [N] of these logits [N, V]: [N], the same on all ranks."""
-        return Likelihood.apply(self.local, *self._here(target), self._region.group)[0]
+        return applied(Likelihood, self.local, *self._here(target), self._region.group)[0]
 
     def _here(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the column in `local` of each target (0 where another rank has it), and a mask of those others."""
