@@ -126,6 +126,18 @@ def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
     assert [rows for rows, *_ in probe(subject, task).probed] == [1]
 
 
+def test_a_part_of_a_microbatch_that_is_given_is_run_too(monkeypatch):
+    """Ranks that divide each row take no less of Python than of all of them."""
+    subject, task = asked(Slow, 8)  # of one row its norm refuses to be
+    short, long = probe(subject, task).probed
+    assert (short[0], long[0]) == (2, 8) and short[1] > long[1], "what does not depend on the rows weighs more"
+    subject, task = asked(Slow, 4)
+    assert [rows for rows, *_ in probe(subject, task).probed] == [4], "what does not run is left out alone"
+    subject, task = asked(Slow, 8)
+    monkeypatch.setattr(module, "ENOUGH", PAUSE)
+    assert [rows for rows, *_ in probe(subject, task).probed] == [8]
+
+
 def test_of_a_slow_model_few_microbatches_are_run(monkeypatch):
     subject, task = asked(Slow)
     took, timer = [], module._Timer._round

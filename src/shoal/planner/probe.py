@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MOST_PARAMETERS = 3 * 10**7
 ENOUGH, TIMES = 0.3, 4
-"""Seconds of a forward and backward after which no more rows are tried, and how many times as many are tried next."""
+"""Seconds of a forward and backward after which no others are tried, and how many times as many rows are tried next."""
 ROUNDS, LONGEST = 6, 2.0
 """Microbatches of so many rows that are timed, and seconds after which no more are begun, but for the first of them:
 the one before, which warms up, may itself take so long."""
@@ -254,11 +254,12 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float) -> tuple[Probed, ...
             for times in (FORWARD, UNADDED)
         )
         found.append((each.rows, each.forward / forward, each.backward / backward))
-    return tuple(found)
+    return tuple(sorted(found))
 
 
 def _tried(rows: int, microbatch: int | None) -> tuple[int, ...]:
-    """The numbers of rows of which microbatches are run, where a global batch has so many `rows`."""
+    """The numbers of rows of which microbatches are run, where a global batch has so many `rows`. Of a microbatch that
+    is given a part is run too, which takes what ranks do not divide among them, such as Python."""
     if microbatch is not None:
-        return (microbatch,)
+        return (microbatch, microbatch // TIMES) if microbatch >= TIMES else (microbatch,)
     return tuple(TIMES**power for power in range(math.floor(math.log(rows, TIMES)) + 1))
