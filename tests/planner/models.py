@@ -35,6 +35,7 @@ def part(name: str, work: float, elements: float, saved: float, block: bool = Tr
         fused=Cut(3 * MIB, BOTH),
         kernels=Cut(4, {}),
         largest=Cut(elements * 2 / 3, {"parts": 1.0}),
+        packed=Cut(10, {}),
     )
 
 

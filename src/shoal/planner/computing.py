@@ -29,11 +29,12 @@ ADDED = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """Launches that Python takes beside an operation's own: those of a parameter's hook; and of each operation of a
-    block where torch asks whether to keep what it gives, and where all of the block runs again: hooks of what is saved,
-    and the block's second call."""
+    """Launches that Python takes beside an operation's own: those of a parameter's hook; of a block that runs again;
+    and of each tensor that it keeps for backward, by hooks that save it: where torch asks of each operation whether to
+    keep what it gives, and where all of the block runs again."""
 
     hook: float
+    block: float
     selecting: float
     recalling: float
 
@@ -42,8 +43,17 @@ HALVED, HALVED_TENSOR = 1.5, 4
 """Launches that Python takes of a host's cores for a backward in halves (pipeline/split_backward): for each operation,
 to find where the ways to inputs and to weights part, and for each parameter, to begin there. Measured, of a GPT, a
 Llama, a Qwen 3 and a Mixtral of next to no width."""
-ON_CORES, ON_ACCELERATOR = Asked(2, 20, 6), Asked(6, 4, 3)
-"""Measured, of GPTs; on an accelerator, each launch of which is longer, on one H200 with 124M and 350M parameters."""
+ON_CORES, ON_ACCELERATOR = Asked(2, 50, 9, 1), Asked(6, 0, 1.8, 1.4)
+"""Measured: on cores of a GPT, a Llama, a Qwen 3, a Mixtral and a ResNet; on an accelerator, each launch of which is
+longer, on one H200 of GPTs with 124M and 350M parameters."""
+CROWDED = 1.25
+"""How many times longer that takes, and the engine's own Python, of ranks that share a core, which find other data in
+its caches. Measured, of a GPT, a Mixtral and a ResNet on four ranks of two cores."""
+
+
+def python_of(device: Device) -> float:
+    """Seconds of Python for each launch that it is counted in."""
+    return device.launch * (CROWDED if device.crowd > 1 else 1)
 
 
 def asked_of(device: Device) -> Asked:
@@ -77,12 +87,12 @@ def seconds_again(
     part: PartProfile, spread: Spread, rows: int, times: Times, asked: float, device: Device, numbers: Numbers,
     compiled: bool, there: float = 1.0, back: float = 1.0,
 ) -> float:  # fmt: skip
-    """Seconds that a backward of `rows` rows takes longer where it computes `times` of a block again, each operation of
-    which takes `asked` launches more. On an accelerator what the device does and what the host launches are each summed
+    """Seconds that a backward of `rows` rows takes longer where it computes `times` of a block again, each tensor kept
+    by which takes `asked` launches. On an accelerator what the device does and what the host launches are each summed
     with the backward's own, of which the longer counts. `there`, `back`: how many times longer than counted a forward
     and a backward work."""
     again, called = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
-    hooks = asked * device.launch * part.calls.on(spread)
+    hooks = (asked_of(device).block + asked * part.packed.on(spread)) * python_of(device)
     if device.on_host:
         return there * (again + called) + hooks
     work, launched = _work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)

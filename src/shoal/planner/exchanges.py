@@ -9,6 +9,7 @@ from shoal.exchange.named import algorithm
 from shoal.exchange.sends import Sends
 from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Device, Link
+from shoal.planner.computing import python_of
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
 from shoal.planner.held import Held, copies, elements, is_cut, resting
 from shoal.planner.pipes import THERE_AND_BACK
@@ -68,7 +69,7 @@ def exchanged(
     waits = cluster.contention * min(early, hidden)
     waits += total * last + gathered * GATHERED_FIRST + (coding if device.on_host else 0.0)
     if passes and device.on_host:
-        waits += often * sum(calls) * HOOKS * device.launch
+        waits += often * sum(calls) * HOOKS * python_of(device)
     return max(0.0, early - hidden) + waits, {"copies": wire}
 
 
@@ -170,7 +171,7 @@ def met(prices: Prices, choice: Choice) -> tuple[float, float]:
 
 def launching(device: Device) -> float:
     """Seconds of a launch beside computing, whatever was learned of that."""
-    return device.launch / device.slower
+    return python_of(device) / device.slower
 
 
 def agreed(prices: Prices, choice: Choice, number: int) -> float:

@@ -12,7 +12,7 @@ from operator import is_
 from typing import Any
 
 from shoal.plan import option_name
-from shoal.planner.computing import HALVED, HALVED_TENSOR
+from shoal.planner.computing import HALVED, HALVED_TENSOR, python_of
 from shoal.planner.costs import POLICIES, Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
@@ -119,7 +119,9 @@ class Lane:
         device = self._prices.slowest
         for place, number in pieces:
             size = self._prices.sizes(place, self._spread)
-            halving += number * device.on_host * device.launch * (HALVED * size.calls + HALVED_TENSOR * size.tensors)
+            halving += (
+                number * device.on_host * python_of(device) * (HALVED * size.calls + HALVED_TENSOR * size.tensors)
+            )
             spent = self._prices.spent(place, self._spread, self._rows)
             forward += number * spent.forward
             backward += number * spent.backward

@@ -18,17 +18,22 @@ Kinds = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """A quantity, and the share of it that ranks divide, by what they divide ("parts", "tokens", "experts")."""
+    """A quantity, and the share of it that ranks divide, by what they divide ("parts", "tokens", "ring", "experts"). A
+    share below 0 is of what each rank has more than undivided: half of it, however many they are, and of what a ring
+    adds as much again for each two of its ranks."""
 
     value: float
     shares: Mapping[str, float]
 
     def on(self, spread: Spread) -> float:
         """What one of the ranks has."""
-        left = self.value
+        left, other = self.value, "tokens" if spread.ring and "ring" in self.shares else "ring"
         for what, share in self.shares.items():
-            degree = getattr(spread, what)
-            left *= 1 - share + share / degree
+            degree = 1 if what == other else spread.tokens if what == "ring" else getattr(spread, what)
+            if share >= 0 or degree == 1:
+                left *= 1 - share + share / degree
+            else:
+                left *= 1 - share / 2 * (degree / 2 if what == "ring" else 1)
         return left
 
 
@@ -48,11 +53,11 @@ class Message:
 @dataclass(frozen=True)
 class PartProfile:
     """One part of a model. Quantities of one row, but `weights`, `trained`, `experts` and `largest` (elements of
-    parameters, of stacked experts, of the largest parameter) and `calls`, which does not depend on the rows.
+    parameters, of stacked experts, of the largest parameter), `calls` and `packed`, which do not depend on the rows.
     `boundary`: bytes of its inputs; `operands`: bytes that products and attention read and write; `spared`: the share
     of products that backward does not need again, as they come after the last tensor that it asks for; `multiplied`,
     `tensors`: number of products and of parameters that are trained, which depend on no degree; `fused`, `kernels`:
-    `touched` and `calls` where the part is compiled (see fusion)."""
+    `touched` and `calls` where the part is compiled (see fusion); `packed`: tensors that it keeps for backward."""
 
     name: str
     is_block: bool
@@ -75,6 +80,7 @@ class PartProfile:
     kernels: Cut = field(default_factory=lambda: Cut(0.0, {}))
     tensors: int = 0
     largest: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    packed: Cut = field(default_factory=lambda: Cut(0.0, {}))
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,19 @@ class Profile:
         return sum(part.is_block for part in self.parts)
 
 
-QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "given", "operands", "fused", "kernels")
+QUANTITIES = (
+    "products",
+    "attention",
+    "touched",
+    "calls",
+    "saved",
+    "results",
+    "given",
+    "operands",
+    "fused",
+    "kernels",
+    "packed",
+)
 
 
 def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
@@ -125,11 +143,10 @@ def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts
             halves.pop(what, None)
             refused[what] = str(error)
     parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
-    others = {what: each for what, each in halves.items() if what != "ring"}
 
     def lives(name: str) -> Cut:
         value = getattr(alone, name)
-        return Cut(value, {what: _share(value, getattr(each, name)) for what, each in others.items()})
+        return Cut(value, {what: _divided(value, getattr(each, name)) for what, each in halves.items()})
 
     whys = why_not_replicated(base)
     return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"), alone.statistics)
@@ -140,14 +157,11 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
 
     def cut(name: str) -> Cut:
         value = float(getattr(seen, name))
-        ways = {what: float(getattr(each.parts[place], name)) for what, each in halves.items() if what != "ring"}
-        return Cut(value, {what: _share(value, half) for what, half in ways.items()})
+        return Cut(value, {what: _share(value, getattr(each.parts[place], name)) for what, each in halves.items()})
 
     def elements(name: str) -> Cut:
         value = float(getattr(alone, name)[place])
-        return Cut(
-            value, {what: _share(value, getattr(each, name)[place]) for what, each in halves.items() if what != "ring"}
-        )
+        return Cut(value, {what: _divided(value, getattr(each, name)[place]) for what, each in halves.items()})
 
     messages = [message for what, each in halves.items() for message in _messages(what, each.parts[place], each)]
     quantities = {name: cut(name) for name in QUANTITIES}
@@ -173,12 +187,18 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         quantities["kernels"],
         alone.tensors[place],
         elements("largest"),
+        quantities["packed"],
     )
 
 
 def _share(whole: float, half: float) -> float:
-    """Which share of a quantity two ranks divide, where each has `half` of the `whole`."""
-    return min(1.0, max(0.0, 2 * (1 - half / whole))) if whole else 0.0
+    """Which share of a quantity two ranks divide, where each has `half` of the `whole`, or more than that (see Cut)."""
+    return min(1.0, 2 * (1 - half / whole)) if whole else 0.0
+
+
+def _divided(whole: float, half: float) -> float:
+    """As `_share`, of what no rank has more of than undivided."""
+    return max(0.0, _share(whole, half))
 
 
 def deepened(shallow: Profile, blocks: int, at: int) -> Profile:

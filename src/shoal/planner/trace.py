@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from shoal.chunks import Gather
 from shoal.chunks.make import EXPERTS
@@ -25,6 +25,7 @@ from shoal.comm.ledger import Traffic, class_of
 from shoal.module.batchnorm import RunningStatistics
 from shoal.module.build import Built, build_blank
 from shoal.pipeline.units import Unit, units_of
+from shoal.planner.alike import alike, kind_of, outline
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
@@ -42,6 +43,7 @@ class Seen:
     - `results`: bytes of the results of products and attention, which selective recompute keeps beside the inputs
     - `saved`: bytes that backward keeps; `given`: bytes of the inputs that have gradients, which is
       what stays under full recompute, and what travels between stages
+    - `packed`: number of tensors that forward keeps for backward, weights among them
     - `operands`: bytes that products and attention read and write
     - `last`: those of `products` that come after the last tensor that backward keeps: they are not computed again
     - `multiplied`: number of products
@@ -65,6 +67,7 @@ class Seen:
     kernels: int
     saved: int
     given: int
+    packed: int
     sent: dict[tuple[str, str], Traffic]
     sent_last: dict[tuple[str, str], Traffic]
 
@@ -187,17 +190,23 @@ class _Looker:
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
         self._log, self._read, self._heard, self._at = log, 0, 0, 0
-        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, ""] for _ in self._units]
+        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, ""] for _ in self._units]
         self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._last: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._known.clear()
         self._open, self._counts.log = True, log
-        with self._counts, self._hearing():
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of the dry run
+
+        def packed(tensor: Tensor) -> Any:
+            self._sums[self._at][12] += 1
+            return pack(tensor)
+
+        with self._counts, self._hearing(), torch.autograd.graph.saved_tensors_hooks(packed, unpack):
             objective = forward()
         self._note()
         self._open = False
         self.found = [
-            Seen(unit.name, unit.is_block, sums[12] or unit.name, *sums[:12], sent, last)  # type: ignore[call-arg]
+            Seen(unit.name, unit.is_block, sums[13] or unit.name, *sums[:13], sent, last)  # type: ignore[call-arg]
             for unit, sums, sent, last in zip(self._units, self._sums, self._sent, self._last, strict=True)
         ]
         first: dict[str, Seen] = {}
@@ -243,12 +252,12 @@ class _Looker:
         """The forward of a block, or, where one like it has run, tensors of the same shapes."""
         if not self._open:
             return forward(*args, **kwargs)
-        key = _key(unit, (args, kwargs))
-        self._sums[self._at][12] = key
+        key = kind_of(unit, (args, kwargs))
+        self._sums[self._at][13] = key
         if key in self._known:
-            return _alike(self._known[key], [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
+            return alike(self._known[key], (args, kwargs))
         out = forward(*args, **kwargs)
-        self._known[key] = tree_map_only(Tensor, lambda leaf: (leaf.shape, leaf.dtype, leaf.requires_grad), out)
+        self._known[key] = outline(out)
         return out
 
     def _note(self) -> None:
@@ -262,36 +271,3 @@ class _Looker:
             sums[place] += value
         sums[10] += sum(value for what, value in events if what == "saved")
         counts.clear()
-
-
-def _key(unit: Unit, given: Any) -> str:
-    """Equal for blocks that compute alike: their settings, which modules print, their parameters, and their inputs."""
-    shapes = tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype, leaf.requires_grad), given)
-    parameters = [(name, tuple(each.shape), each.dtype) for name, each in unit.module.named_parameters()]
-    return repr((type(unit.module), unit.module, parameters, shapes))
-
-
-class _Alike(torch.autograd.Function):
-    """Tensors of given shapes that depend on all inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, shapes: Sequence[tuple[Any, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.inputs = [(each.shape, each.dtype) for each in inputs]
-        out = tuple(torch.empty(shape, dtype=dtype) for shape, dtype, _ in shapes)
-        ctx.mark_non_differentiable(*(each for each, (_, _, wants) in zip(out, shapes, strict=True) if not wants))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
-
-
-def _alike(template: Any, inputs: Sequence[Tensor]) -> Any:
-    leaves, tree = tree_flatten(template, is_leaf=_is_shape)
-    shapes = [leaf for leaf in leaves if _is_shape(leaf)]
-    made = iter(_Alike.apply(shapes, *inputs))
-    return tree_unflatten([next(made) if _is_shape(leaf) else leaf for leaf in leaves], tree)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], torch.Size)

@@ -1,0 +1,86 @@
+"""What parts of a model take where ranks divide them, against what their own traces and autograd say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import Plan
+from shoal.models import build
+from shoal.planner.computing import CROWDED, ON_CORES, Times, seconds_again
+from shoal.planner.degrees import Spread
+from shoal.planner.prepare import Subject
+from shoal.planner.profile import Cut, profile
+from shoal.planner.trace import trace
+from shoal.precision import precision
+from tests.planner.models import part, task
+
+pytestmark = pytest.mark.fast
+GPT = {"name": "gpt", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 64, "sequence": 8}
+ROW = {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
+
+
+def subject(table: dict = GPT) -> Subject:
+    model = build(table)
+    return Subject(model.factory, model.loss, ROW, 1, precision("fp32"))
+
+
+def test_what_is_more_on_each_rank_does_not_grow_with_the_ranks_but_in_a_ring():
+    calls = Cut(10.0, {"parts": -0.5, "tokens": 0.5, "ring": -2.0})
+    assert calls.on(Spread()) == 10
+    assert calls.on(Spread(parts=2)) == calls.on(Spread(parts=8)) == 12.5
+    assert calls.on(Spread(tokens=4)) == 10 * (1 - 0.5 + 0.5 / 4)
+    assert [calls.on(Spread(tokens=ranks, ring=True)) for ranks in (1, 2, 4)] == [10, 20, 30]
+    assert Cut(10.0, {"tokens": 1.0}).on(Spread(tokens=2, ring=True)) == 5, "where no ring was traced"
+
+
+@pytest.mark.parametrize(
+    ("what", "plan"),
+    [("parts", Plan(tp=2)), ("tokens", Plan(cp=2)), ("ring", Plan(cp=2, context="ring"))],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_two_ranks_take_what_was_traced_of_two(what, plan):
+    """More operations than of the whole block, which were left out: a ring's was predicted to take a third of them."""
+    whole, own = trace(subject()), trace(replace(subject(), plan=plan))
+    parts = profile(subject(), (what,)).parts
+    for known, alone, seen in zip(parts, whole.parts, own.parts, strict=True):
+        spread = Spread.of(plan)
+        assert known.calls.on(spread) == pytest.approx(seen.calls)
+        assert known.touched.on(spread) == pytest.approx(seen.touched)
+        if known.is_block:
+            assert seen.calls > 1.5 * alone.calls
+
+
+def test_a_model_that_only_a_ring_can_divide_is_divided():
+    """Of three heads, which two ranks cannot share, all was counted on each rank."""
+    (*_, block) = (each for each in profile(subject({**GPT, "d_model": 24, "heads": 3})).parts if each.is_block)
+    assert "tokens" not in block.products.shares
+    assert block.products.on(Spread(tokens=2, ring=True)) == block.products.value / 2
+
+
+def test_tensors_that_a_block_keeps_are_counted_as_autograd_packs_them():
+    blocks = [each for each in profile(subject(), ()).parts if each.is_block]
+    module = build(GPT).factory()
+    ((_, block),) = [each for each in module.named_modules() if each[0] == "blocks.0"]
+    packed = list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: packed.append(each) or each, lambda each: each):
+        block(torch.ones(1, 8, 16, requires_grad=True))
+    assert [each.packed.on(Spread()) for each in blocks] == [len(packed)] * 2
+    assert isinstance(block, nn.Module) and len(packed) > 15
+
+
+def test_each_tensor_that_is_kept_has_its_hook_where_a_block_runs_again():
+    asked, own = task(), part("block", 0.0, 0.0, 0.0)
+    device = replace(asked.cluster.hosts[0].device, launch=1e-3, on_host=True)
+
+    def again(tensors: float, crowd: float = 1.0) -> float:
+        kept, on = replace(own, packed=Cut(tensors, {})), replace(device, crowd=crowd)
+        times = Times(0, 0, 0)
+        return seconds_again(kept, Spread(), 1, times, ON_CORES.selecting, on, asked.numbers, False)
+
+    assert again(5) - again(2) == pytest.approx(3 * ON_CORES.selecting * 1e-3)
+    assert again(0) == pytest.approx(ON_CORES.block * 1e-3)
+    assert again(5, 2.0) == pytest.approx(CROWDED * again(5))
