@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,12 +26,15 @@ from shoal.elastic.control import JOB as JOB_ID
 from shoal.elastic.control import Place
 from shoal.elastic.messages import Admitted, Start
 from shoal.errors import UserError
+from shoal.jobs import choose
+from shoal.jobs.choose import Settled, under
 from shoal.jobs.config import Job, Train
-from shoal.jobs.generation import record_of, resuming
+from shoal.jobs.generation import placed, record_of, resuming
 from shoal.jobs.lock import Holder, refuse_if_taken
 from shoal.jobs.plans import forget, keep, kept
 from shoal.jobs.ranks import fitted
 from shoal.jobs.read import load_job, parse_job
+from shoal.jobs.replan import Replanner
 from shoal.plan import Plan
 from shoal.report.metrics import RunRecords, read_metrics
 
@@ -137,6 +142,40 @@ def test_a_plan_that_was_changed_while_it_trained_is_that_of_later_generations_t
     assert args == ["plan.dp=2"] and said.startswith("the plan is that of the job file again: plan.memory of the job")
     forget(folder)
     assert kept(folder) == {} and arrange(arguments, 4) == (["plan.dp=2"], "")
+
+
+@pytest.mark.fast
+def test_a_plan_of_the_planner_that_was_changed_by_hand_is_that_of_later_generations_whole(tmp_path: Path, monkeypatch):
+    """Not data parallelism with what was changed, of which the planner is asked again, with trials."""
+    monkeypatch.chdir(tmp_path)
+    text = JOB.format(steps=9, every=0).replace("microbatch = 2\n", "").replace("validation = 0.2", "validation = 0")
+    text = text.replace('"corpus"', '"corpus.txt"')
+    (tmp_path / "job.toml").write_text(f'{text}[plan]\nname = "auto"\nmeasure = 3\n')
+    arguments = ["-m", "shoal.jobs", str(tmp_path / "job.toml")]
+    (tmp_path / "corpus.txt").write_text("a text that is long enough for a row or two " * 9)
+    opened = choose.opened(*load_job(tmp_path / "job.toml", []))
+    folder = Path(opened.job.run.dir)
+    folder.mkdir(parents=True)
+    said: list[str] = []
+
+    def replanned(settled: Settled, before: Plan, change: dict[str, Any], size: int) -> Settled:
+        """The job in the next generation, of so many ranks, after a hand has changed the plan."""
+        plan = before.changed(change, 2)
+        own: Any = SimpleNamespace(_settled=settled, _engine=SimpleNamespace(plan=plan), _run_dir=folder)
+        Replanner._keep(own, change)
+        args, why = arrange(arguments, size)
+        said.append(why)
+        place = Place.of(Start(2, 0, size, size, "127.0.0.1", 1, 2, "", 3, [], True, args), 0, 1, "secret")
+        return placed(opened, arguments[2], [], place)
+
+    found = Plan(pp=2, schedule="zb1p", stages=[1, 1])
+    job = replanned(under(opened, found, 4), found, {"recompute": "full"}, 2).job
+    assert job.plan == replace(found, recompute="full") and job.train.microbatch == 4
+    assert not job.auto.wanted and not job.auto.measure, "what a hand has changed is not searched again"
+    alone = replanned(replace(opened, job=job), job.plan, {"zero": 1}, 1).job
+    assert alone.plan == Plan(zero=1, recompute="full", schedule="zb1p") and alone.train.microbatch == 4
+    flat = replanned(replace(opened, job=job), job.plan, {"pp": 1, "schedule": "1f1b"}, 4).job
+    assert flat.plan == Plan(dp=4, recompute="full") and said[0] == said[2] == "" and "plan.pp=1" in said[1]
 
 
 @pytest.mark.fast

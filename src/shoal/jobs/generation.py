@@ -11,7 +11,7 @@ from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.elastic.control import Place
 from shoal.jobs.choose import Settled
-from shoal.jobs.config import Job
+from shoal.jobs.config import Auto, Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.pace import OwnPace
 from shoal.jobs.read import load_job
@@ -38,9 +38,12 @@ def resuming(job: Job, generation: int) -> Job:
 
 
 def placed(settled: Settled, path: str, assignments: list[str], place: Place) -> Settled:
-    """Returns the job with the plan of its generation. `assignments`: those of all generations."""
+    """Returns the job with the plan of its generation; where that is given the planner is not asked. `assignments`:
+    those of all generations."""
     job, origins = load_job(path, [*assignments, *place.args])
-    job = resuming(replace(settled.job, plan=job.plan), place.generation)
+    auto = Auto(open=True) if place.args and job.auto.wanted else job.auto
+    train = replace(settled.job.train, microbatch=job.train.microbatch)
+    job = resuming(replace(settled.job, plan=job.plan, train=train, auto=auto), place.generation)
     plan = {key: value for key, value in origins.items() if key.startswith("plan.")}
     return replace(settled, job=job, origins={**settled.origins, **plan})
 

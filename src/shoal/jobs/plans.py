@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from shoal.plan import Plan
 from shoal.report.replace import replace_text
 
 KEPT = "replanned.json"
-"""In the run's directory: the fields of the plan that were changed."""
+"""In the run's directory: the fields of the plan that were changed, and ROWS."""
+ROWS = "microbatch"
+"""Among what is kept: the microbatch that the planner chose for the plan that was changed."""
 
 
 def changed(plan: Plan, change: Mapping[str, Any], ranks: int) -> Plan:
@@ -48,6 +51,12 @@ def check_plans(job: Job, ranks: int) -> None:
             plan_at(job, change["step"], ranks)
         except UserError as error:
             raise UserError(f"run.at, step {change['step']}: {error}") from None
+
+
+def whole(plan: Plan) -> dict[str, Any]:
+    """Returns the change that leads to `plan` from any other one, but for shares, which follow the ranks."""
+    values = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name != "shares"}
+    return {name: "none" if value is None else value for name, value in values.items()}
 
 
 def keep(run_dir: Path, change: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.device import accelerators
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Origins, put
-from shoal.jobs.plans import check_plans
+from shoal.jobs.plans import ROWS, check_plans
 from shoal.jobs.write import toml_value
 from shoal.launch.process import usable_cores
 from shoal.mesh import Mesh
@@ -29,14 +29,15 @@ def default_ranks() -> int:
 
 
 def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tuple[list[str], str]:
-    """Returns assignments that give the job's plan, with the fields of `change`, so many ranks, and what they change
-    beside data parallelism because of the ranks, as a sentence; "" where nothing else changes. Raises UserError for a
-    job or plan that cannot follow its ranks."""
+    """Returns assignments that give the job's plan, with the fields of `change` (see plans.kept), so many ranks, and
+    what they change beside data parallelism because of the ranks, as a sentence; "" where nothing else changes. Raises
+    UserError for a job or plan that cannot follow its ranks."""
     if job.run.at:
         raise UserError("run.at with --nodes: a world that changes by itself has no plan by step. Leave out run.at")
     if (job.auto.wanted or job.auto.open) and not change:  # the ranks of each generation find their plan
         return [], ""
-    change = {key: value for key, value in (change or {}).items() if key != "dp"}
+    rows = (change or {}).get(ROWS)
+    change = {key: value for key, value in (change or {}).items() if key not in ("dp", ROWS)}
     asked = job.plan.changed(change, size) if change else job.plan
     plan = asked.fitted(size)
     others = {name: getattr(plan, name) for name in _differing(plan, job.plan)}
@@ -50,7 +51,8 @@ def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tupl
     written = [f"plan.{name}={getattr(plan, name)}" for name in names]
     each = asked.size // asked.dp
     said = f"{size} ranks are no multiple of {each}, so this generation has {', '.join(written)}" if written else ""
-    return [f"plan.dp={plan.dp}", *(f"plan.{name}={toml_value(value)}" for name, value in others.items())], said
+    args = [f"plan.dp={plan.dp}", *(f"plan.{name}={toml_value(value)}" for name, value in others.items())]
+    return [*args, *([] if rows is None else [f"train.microbatch={rows}"])], said
 
 
 def _differing(plan: Plan, other: Plan) -> list[str]:

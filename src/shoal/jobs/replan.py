@@ -26,7 +26,7 @@ from shoal.federated.settings import STATE
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
 from shoal.jobs.lock import Holder, holder_of, holders, own_hold
-from shoal.jobs.plans import changed, keep
+from shoal.jobs.plans import ROWS, changed, keep, whole
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
 from shoal.plan import Plan
@@ -117,6 +117,13 @@ class Replanner:
         return refused
 
     def _keep(self, change: Mapping[str, Any]) -> None:
+        """Keeps the change for later generations: of a plan that the planner found all of it, since the job file does
+        not have what was changed."""
+        job, origins = self._settled.job, self._settled.origins
+        if job.auto.wanted or job.auto.open:
+            change = whole(self._engine.plan)
+        if origins.get("train.microbatch") == "planner":
+            change = {**change, ROWS: job.train.microbatch}
         try:
             keep(self._run_dir, change)
         except OSError as error:
