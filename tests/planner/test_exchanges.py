@@ -175,6 +175,27 @@ def test_tokens_that_blocks_send_again_to_experts_are_counted(tmp_path, monkeypa
         assert counted[policy] / counted["none"] == pytest.approx(found[policy] / found["none"], rel=0.01)
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 8, "vocab_size": 64,
+}  # fmt: skip
+
+
+def test_what_adapters_send_is_counted(tmp_path, monkeypatch):
+    """The input of the first block has no gradient, so in backward it sends less than the others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table = {"name": "hf", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}}
+    model, numbers, whole = build(table), precision("fp32"), Plan(tp=2)
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ("parts",))
+    search = Search(Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd)))
+    estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4)))
+    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
+    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 4}
+    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32)[-1].traffic
+    sent = sum(of.payload for flow, of in traffic.items() if flow.purpose in ("activations", "logits"))
+    assert estimate.wire["parts"] == pytest.approx(sent)
+
+
 FAST, SLOW = Link(1e-4, 4e10), Link(1e-4, 3e9)
 
 

@@ -3,7 +3,7 @@ ranks beside the one of a single rank (see `trace`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.comm.ledger import Traffic
@@ -211,17 +211,31 @@ def deepened(shallow: Profile, blocks: int, at: int) -> Profile:
 
 
 def _messages(what: str, seen: Seen, traced: Trace) -> list[Message]:
-    """The collectives of a part of the model on two ranks. Backward sends, over all traced parts and for each purpose,
-    `again` times as much as forward does."""
-    forward: dict[str, int] = {}
-    for part in {each.kind: each for each in reversed(traced.parts)}.values():
-        for (_, purpose), each in part.sent.items():
-            forward[purpose] = forward.get(purpose, 0) + each.payload
+    """The collectives of a part of the model on two ranks."""
     found = []
     for (operation, purpose), each in seen.sent.items():
-        both, once = traced.sent[purpose].payload, forward[purpose]
-        again = max(0.0, both / once - 1) if once else 0.0
         last = seen.sent_last.get((operation, purpose), Traffic()).payload
         repeated = 1 - last / each.payload if each.payload else 1.0
-        found.append(Message(what, operation, each.calls, each.payload, again, repeated))
+        found.append(Message(what, operation, each.calls, each.payload, _again(purpose, seen, traced), repeated))
     return found
+
+
+def _again(purpose: str, seen: Seen, traced: Trace) -> float:
+    """How many times as much a part's backward sends as its forward: a block by itself, since one whose input has no
+    gradient sends less; parts that are no blocks together, as the first of them sends forward and the last backward.
+    What parts send in backward alone is spread over all."""
+
+    def alike(part: Seen) -> list[Seen]:
+        return [part] if part.is_block else [each for each in traced.parts if not each.is_block]
+
+    def forward(parts: Iterable[Seen]) -> int:
+        return sum(each.payload for part in parts for (_, why), each in part.sent.items() if why == purpose)
+
+    def backward(parts: Iterable[Seen]) -> int:
+        return sum(part.returned.get(purpose, 0) for part in parts)
+
+    own = alike(seen)
+    if not (once := forward(own)):
+        return 0.0
+    alone = backward(part for part in traced.parts if not forward(alike(part)))
+    return backward(own) / once + alone / forward(traced.parts)

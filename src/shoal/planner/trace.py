@@ -49,7 +49,7 @@ class Seen:
     - `multiplied`: number of products
     - `fused`, `kernels`: what is left of `touched` and of `calls` where it is compiled
     - `sent`: calls and bytes by (operation, purpose) in the forward; `sent_last`: those that come after the last tensor
-      that backward keeps
+      that backward keeps; `returned`: bytes by purpose in the backward
     """
 
     name: str
@@ -70,15 +70,16 @@ class Seen:
     packed: int
     sent: dict[tuple[str, str], Traffic]
     sent_last: dict[tuple[str, str], Traffic]
+    returned: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A microbatch of a model: its parts in order; what those that ran have sent by purpose, forward and backward; the
-    most bytes of temporaries, without gradients of parameters, and `beside` one. `weights`: elements of each part's
-    parameters on this rank, `trained` those that have gradients, `experts` those of stacked experts, `largest` those of
-    its largest parameter; `tensors`: its parameters that have gradients. `whole`: elements of the whole model, where
-    tied ones count once; `statistics`: numbers of BatchNorm's running statistics."""
+    """A microbatch of a model: its parts in order; the most bytes of temporaries, without gradients of parameters, and
+    `beside` one. `weights`: elements of each part's parameters on this rank, `trained` those that have gradients,
+    `experts` those of stacked experts, `largest` those of its largest parameter; `tensors`: its parameters that have
+    gradients. `whole`: elements of the whole model, where tied ones count once; `statistics`: numbers of BatchNorm's
+    running statistics."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -86,7 +87,6 @@ class Trace:
     experts: tuple[int, ...]
     largest: tuple[int, ...]
     tensors: tuple[int, ...]
-    sent: dict[str, Traffic]
     temporaries: int
     beside: int
     whole: int
@@ -120,7 +120,7 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     temporaries, beside = _temporaries(events, sizes)
     numbers = [_elements(ready, unit) for unit in units]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
-    own = weights, trained, experts, largest, tensors, _traffic(ready), temporaries, beside, ready.whole
+    own = weights, trained, experts, largest, tensors, temporaries, beside, ready.whole
     statistics = RunningStatistics(ready.local.module).numel
     return Trace(tuple(looker.found), *own, statistics)
 
@@ -147,15 +147,6 @@ def _temporaries(events: Sequence[Event], sizes: Mapping[str, int]) -> tuple[int
         most = max(most, live - kept - own)
         beside = max(beside, live - kept - own) if own else beside
     return most, beside
-
-
-def _traffic(ready: Prepared) -> dict[str, Traffic]:
-    """What has been sent so far by purpose, but for objects, by which ranks compare a first forward."""
-    found: dict[str, Traffic] = {}
-    for flow, each in ready.world.ledger.traffic.items():
-        if flow.purpose != "object":
-            found[flow.purpose] = found.get(flow.purpose, Traffic()) + each
-    return found
 
 
 def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int, int]:
@@ -193,6 +184,7 @@ class _Looker:
         self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, ""] for _ in self._units]
         self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._last: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
+        self._returned: list[dict[str, int]] = [{} for _ in self._units]
         self._known.clear()
         self._open, self._counts.log = True, log
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of the dry run
@@ -206,27 +198,36 @@ class _Looker:
         self._note()
         self._open = False
         self.found = [
-            Seen(unit.name, unit.is_block, sums[13] or unit.name, *sums[:13], sent, last)  # type: ignore[call-arg]
-            for unit, sums, sent, last in zip(self._units, self._sums, self._sent, self._last, strict=True)
+            Seen(unit.name, unit.is_block, sums[13] or unit.name, *sums[:13], *sent)
+            for unit, sums, *sent in zip(self._units, self._sums, self._sent, self._last, self._returned, strict=True)
         ]
         first: dict[str, Seen] = {}
         for seen in self.found:
             first.setdefault(seen.kind, seen)
         self.found = [replace(first[seen.kind], name=seen.name) for seen in self.found]
         self._ready.local.randomness.replay()
-        objective.backward()
+        self._at = len(self._units) - 1
+        with self._hearing():
+            objective.backward()
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Hears of what is sent inside, and notes it for the part that runs."""
+        """Hears of what is sent inside, and notes it for the part that runs, but for objects, by which ranks compare a
+        first forward."""
         ledger = self._ready.world.ledger
         count = ledger.count
 
         def heard(group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
             count(group, operation, purpose, payload, wire)
-            self._forget_kept()
+            if purpose == "object":
+                return
             key = operation, class_of(purpose)
-            for sums in (self._sent[self._at], self._last[self._at]) if purpose != "object" else ():
+            if not self._open:
+                returned = self._returned[self._at]
+                returned[key[1]] = returned.get(key[1], 0) + payload
+                return
+            self._forget_kept()
+            for sums in (self._sent[self._at], self._last[self._at]):
                 sums[key] = sums.get(key, Traffic()) + Traffic(1, payload, wire)
 
         ledger.count = heard  # type: ignore[method-assign]
@@ -245,8 +246,15 @@ class _Looker:
         if self._open:
             self._note()
             self._at = place
-            given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-            self._sums[place][11] += sum(each.nbytes for each in given if each.requires_grad)
+            tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            given = [each for each in tensors if each.requires_grad]
+            self._sums[place][11] += sum(each.nbytes for each in given)
+            for each in given:
+                each.register_hook(partial(self._leave, place))
+
+    def _leave(self, place: int, gradient: Tensor) -> None:
+        """Backward has gone through a part: what comes belongs to those before it."""
+        self._at = min(self._at, max(0, place - 1))
 
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a block, or, where one like it has run, tensors of the same shapes."""
