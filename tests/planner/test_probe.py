@@ -127,10 +127,10 @@ def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
 
 
 def test_a_part_of_a_microbatch_that_is_given_is_run_too(monkeypatch):
-    """Ranks that divide each row take no less of Python than of all of them."""
+    """Ranks that divide each row take as much Python as one that has it whole."""
     subject, task = asked(Slow, 8)  # of one row its norm refuses to be
     short, long = probe(subject, task).probed
-    assert (short[0], long[0]) == (2, 8) and short[1] > long[1], "what does not depend on the rows weighs more"
+    assert (short[0], long[0]) == (2, 8) and min(short[1], long[1]) > 1
     subject, task = asked(Slow, 4)
     assert [rows for rows, *_ in probe(subject, task).probed] == [4], "what does not run is left out alone"
     subject, task = asked(Slow, 8)
