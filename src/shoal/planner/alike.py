@@ -14,9 +14,8 @@ from shoal.pipeline.units import Unit
 
 def kind_of(unit: Unit, given: Any) -> str:
     """Equal for blocks that compute alike: their settings, which modules print, their parameters, and their inputs."""
-    shapes = tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype, leaf.requires_grad), given)
     parameters = [(name, tuple(each.shape), each.dtype) for name, each in unit.module.named_parameters()]
-    return repr((type(unit.module), unit.module, parameters, shapes))
+    return repr((type(unit.module), unit.module, parameters, outline(given)))
 
 
 class _Alike(torch.autograd.Function):

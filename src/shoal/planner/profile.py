@@ -197,7 +197,7 @@ def _share(whole: float, half: float) -> float:
 
 
 def _divided(whole: float, half: float) -> float:
-    """As `_share`, of what no rank has more of than undivided."""
+    """Share of a quantity that no rank has more of than undivided (see `_share`)."""
     return max(0.0, _share(whole, half))
 
 
@@ -225,17 +225,16 @@ def _again(purpose: str, seen: Seen, traced: Trace) -> float:
     gradient sends less; parts that are no blocks together, as the first of them sends forward and the last backward.
     What parts send in backward alone is spread over all."""
 
-    def alike(part: Seen) -> list[Seen]:
-        return [part] if part.is_block else [each for each in traced.parts if not each.is_block]
-
     def forward(parts: Iterable[Seen]) -> int:
         return sum(each.payload for part in parts for (_, why), each in part.sent.items() if why == purpose)
 
     def backward(parts: Iterable[Seen]) -> int:
         return sum(part.returned.get(purpose, 0) for part in parts)
 
-    own = alike(seen)
+    others = [each for each in traced.parts if not each.is_block]
+    own = [seen] if seen.is_block else others
     if not (once := forward(own)):
         return 0.0
-    alone = backward(part for part in traced.parts if not forward(alike(part)))
+    groups = [*([each] for each in traced.parts if each.is_block), others]
+    alone = sum(backward(group) for group in groups if not forward(group))
     return backward(own) / once + alone / forward(traced.parts)
