@@ -497,6 +497,16 @@ def test_export_of_any_other_model_is_plain_safetensors(tmp_path, kind):
 
 
 @pytest.mark.fast
+def test_an_export_leaves_alone_what_lies_beside_it(tmp_path):
+    own = tmp_path / "out.tmp" / "notes"
+    own.parent.mkdir()
+    own.write_text("mine")
+    Engine(lambda: nn.Linear(10, 3), regression, ADAMW, global_batch=4).export(tmp_path / "out")
+    assert own.read_text() == "mine"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "out.tmp"]
+
+
+@pytest.mark.fast
 def test_an_export_removes_what_a_loader_would_read_of_an_earlier_one(tmp_path):
     earlier = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json"]
     others = ["tokenizer.json", "notes/adapter_config.json", "weights.safetensors"]

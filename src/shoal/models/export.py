@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +37,18 @@ def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     Returns the error, if any, so that all ranks can raise it.
     """
     directory = directory.resolve()
-    fresh = directory.with_name(f"{directory.name}.tmp")
     try:
-        shutil.rmtree(fresh, ignore_errors=True)
-        export_model(model, weights, fresh)
-        directory.mkdir(parents=True, exist_ok=True)
-        _replace(fresh, directory, _ALL if unadapted(model) is model else _ADAPTERS)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{directory.name}.", dir=directory.parent) as fresh:
+            export_model(model, weights, Path(fresh))
+            directory.mkdir(parents=True, exist_ok=True)
+            _replace(Path(fresh), directory, _ALL if unadapted(model) is model else _ADAPTERS)
     except ShoalError as error:
         return error
     except Exception as error:  # safetensors has an error of its own for a full disk
         return CheckpointError(
             f"the weights were not exported to {directory}: {error}; free space there, or export elsewhere"
         )
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return None
 
 
