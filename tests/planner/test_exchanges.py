@@ -148,6 +148,28 @@ def test_what_blocks_send_again_is_counted(plan, recompute, tmp_path, monkeypatc
     assert sum(value for what, value in estimate.wire.items() if what != "copies") == pytest.approx(sent)
 
 
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2, "recompute": "full"}, {"pp": 2}], ids=str)
+def test_a_last_microbatch_is_counted_with_the_rows_that_it_has(plan, tmp_path, monkeypatch):
+    """Of 10 rows in microbatches of 4 it has 2: a step was predicted as one of 12."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, numbers, whole = build({**GPT, "tied": False}), precision("fp32"), Plan(**plan)
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ("parts", "tokens"))
+    policy = str(plan.get("recompute", "none"))
+    search = Search(Task(traced, here(2, 2, torch.float32), 10, numbers_of(numbers, sgd), 4, recompute=(policy,)))
+    estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4, schedule="1f1b")))
+    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
+    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 10, "microbatch": 4}
+    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 40)[-1].traffic
+    kinds = ("activations", "logits", "attention", "forward", "backward")
+    sent = sum(of.payload for flow, of in traffic.items() if flow.operation != "recv" and flow.purpose in kinds)
+    assert estimate.microbatches == 3
+    assert sum(value for what, value in estimate.wire.items() if what != "copies") == pytest.approx(sent), traffic
+    if not whole.pipelined:
+        even = replace(search.task, rows=12)
+        longer = Search(even).estimate(estimate.choice)
+        assert estimate.terms["compute"] < longer.terms["compute"]
+
+
 def sent_to_experts(world: World, recompute: str) -> int:
     """Bytes of tokens that a step of two microbatches hands to the ranks of its experts."""
     case, plan = CASES["moe"], Plan(dp=2, ep=2, recompute=recompute)

@@ -69,7 +69,7 @@ def learn_from(
     on_host_only = settled.job.plan.memory is not None  # the host updates, at a rate of its own
     calls = [each.calls for each in sampled]
     seconds = median(each.seconds for each in sampled)
-    other, rows = spent_on(sampled, "other"), estimate.microbatches * estimate.choice.microbatch
+    other, most = spent_on(sampled, "other"), estimate.microbatches * estimate.choice.microbatch
     if other > seconds / 2:
         left.append(f"{other / seconds:.0%} of a step are in no term")
     found = Learned(
@@ -77,7 +77,7 @@ def learn_from(
         times("backward", computing - estimate.forward, before.backward),
         before.update if on_host_only else times("optimizer", estimate.terms["optimizer"], before.update),
         before.other if other > seconds / 2 else max(0.0, other - estimate.terms["other"] + cluster.step),
-        spent_on(sampled, "data") / rows,
+        spent_on(sampled, "data") / min(most, settled.job.train.global_batch),
         reaches_of(calls, False, cluster.hosts[0].inside) or before.inside,
         reaches_of(calls, True, cluster.between) or before.across,
         str(run_dir.resolve()),

@@ -76,7 +76,7 @@ UNADDED = Times(2, ATTENTION_BACKWARD, 2)
 
 
 def seconds_of(
-    part: PartProfile, spread: Spread, rows: int, times: Times, device: Device, numbers: Numbers, compiled: bool
+    part: PartProfile, spread: Spread, rows: float, times: Times, device: Device, numbers: Numbers, compiled: bool
 ) -> float:
     """Seconds of `rows` rows on one rank of `spread`, with blocks as they are written, or `compiled`."""
     work, launched = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
@@ -84,7 +84,7 @@ def seconds_of(
 
 
 def seconds_again(
-    part: PartProfile, spread: Spread, rows: int, times: Times, asked: float, device: Device, numbers: Numbers,
+    part: PartProfile, spread: Spread, rows: float, times: Times, asked: float, device: Device, numbers: Numbers,
     compiled: bool, there: float = 1.0, back: float = 1.0,
 ) -> float:  # fmt: skip
     """Seconds that a backward of `rows` rows takes longer where it computes `times` of a block again, each tensor kept
@@ -100,7 +100,7 @@ def seconds_again(
 
 
 def _work_and_launches(
-    part: PartProfile, spread: Spread, rows: int, times: Times, device: Device, numbers: Numbers, compiled: bool
+    part: PartProfile, spread: Spread, rows: float, times: Times, device: Device, numbers: Numbers, compiled: bool
 ) -> tuple[float, float]:
     """Seconds of what is computed and moved, and of the launches."""
     peak, operations = device.peak(numbers.dtype), rows * part.products.on(spread)

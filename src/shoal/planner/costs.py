@@ -138,13 +138,13 @@ class Prices:
         first: dict[tuple[str, ...], int] = {}
         return [first.setdefault(tuple(part.kind for part in piece), place) for place, piece in enumerate(self.pieces)]
 
-    def spent(self, place: int, spread: Spread, rows: int) -> Spent:
+    def spent(self, place: int, spread: Spread, rows: float) -> Spent:
         """Seconds of a microbatch of `rows` rows of a piece."""
         if self._known is not None and self.is_known(spread):
             return self._known.spent(place, spread, rows)
         return self._spent(self.like[place], spread.inside, rows)
 
-    def again(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
+    def again(self, place: int, spread: Spread, rows: float) -> dict[str, tuple[float, Pairs]]:
         """Returns the seconds of what backward computes again of the blocks of a piece, by recompute policy, and what
         that sends."""
         if self._known is not None and self.is_known(spread):
@@ -174,7 +174,7 @@ class Prices:
             min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
         ]
 
-    def _compute(self, place: int, spread: Spread, rows: int) -> tuple[float, float]:
+    def _compute(self, place: int, spread: Spread, rows: float) -> tuple[float, float]:
         """Seconds of computing of a piece, forward and backward."""
         own = self.pieces[place]
 
@@ -186,7 +186,7 @@ class Prices:
         backward = seconds(BACKWARD) + ((back - 1) * seconds(UNADDED) if back != 1 else 0.0)
         return there * seconds(FORWARD), self.slowest.backward * backward
 
-    def _recompute(self, place: int, spread: Spread, rows: int) -> tuple[float, float]:
+    def _recompute(self, place: int, spread: Spread, rows: float) -> tuple[float, float]:
         """Seconds of computing the blocks of a piece again, some and all of them."""
         own, device = self.pieces[place], self.slowest
         blocks = [part for part in own if part.is_block]
@@ -200,19 +200,19 @@ class Prices:
         full = math.fsum(again(part, Times(1 - part.spared, 1, 1), asked_of(device).recalling) for part in blocks)
         return some, full
 
-    def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
+    def _spend(self, place: int, spread: Spread, rows: float) -> Spent:
         sent = self._carried(self.pieces[place], spread, rows)
         there = _summed((kind(message), seconds) for message, seconds in sent)
         back = _summed((kind(message), seconds * message.again) for message, seconds in sent)
         return Spent(*self._computed(place, spread, rows), there, back)
 
-    def _repeat(self, place: int, spread: Spread, rows: int) -> dict[str, tuple[float, Pairs]]:
+    def _repeat(self, place: int, spread: Spread, rows: float) -> dict[str, tuple[float, Pairs]]:
         some, full = self._recomputed(place, spread, rows)
         sent = self._carried([part for part in self.pieces[place] if part.is_block], spread, rows)
         carried = _summed((kind(message), seconds * message.repeated) for message, seconds in sent)
         return {"none": (0.0, ()), "selective": (some, carried), "full": (full, carried)}
 
-    def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: int) -> tuple[float, float]:
+    def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: float) -> tuple[float, float]:
         """How many times longer than counted forward and backward take, of as many rows as a rank has a share of."""
         if not self.task.probed:
             return 1.0, 1.0
@@ -221,12 +221,12 @@ class Prices:
         forward, backward = ([(each[0], each[place]) for each in self.task.probed] for place in (1, 2))
         return between(forward, share * rows), between(backward, share * rows)
 
-    def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: int) -> list[tuple[Message, float]]:
+    def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
         """The messages of a forward that take time, and how much."""
         messages = (message for part in parts for message in part.messages)
         return [(each, seconds) for each in messages if (seconds := self.carried(each, spread, rows))]
 
-    def carried(self, message: Message, spread: Spread, rows: int) -> float:
+    def carried(self, message: Message, spread: Spread, rows: float) -> float:
         """Seconds of a message in forward; 0 where no ranks divide that."""
         ranks, calls, payload = sent(message, spread, rows)
         if ranks == 1:
@@ -250,7 +250,7 @@ class Prices:
         messages = (each for part in self.task.profile.parts for each in part.messages)
         return list(dict.fromkeys((kind(each), each.operation) for each in messages))
 
-    def wire(self, place: int, spread: Spread, rows: int, again: bool = False) -> dict[str, float]:
+    def wire(self, place: int, spread: Spread, rows: float, again: bool = False) -> dict[str, float]:
         """Bytes of tensors that a microbatch of a piece hands to collectives, forward and backward, or, `again`, where
         its blocks are computed again."""
         found: dict[str, float] = {}

@@ -202,10 +202,10 @@ class Estimates(Timed):
 
     def _sent_again(self, choice: Choice, lane: Lane, stage: int, counts: Counts) -> dict[str, float]:
         """Bytes that backward of a microbatch sends again, by what ranks divide."""
-        found: dict[str, float] = {}
+        found, rows = dict[str, float](), self.mean(choice.spread, choice.microbatch)
         for (place, _), numbers in zip(lane.cuts.blocks[stage], counts, strict=True):
             often = sum(each for policy, each in zip(lane.policies, numbers, strict=True) if policy != "none")
-            _add(found, self.prices.wire(place, choice.spread, choice.microbatch, again=True), often)
+            _add(found, self.prices.wire(place, choice.spread, rows, again=True), often)
         return found
 
     def _fullest(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> Held:
@@ -246,14 +246,14 @@ class Estimates(Timed):
         actions have."""
         choice, terms, spread = estimate.choice, dict(estimate.terms), estimate.choice.spread
         found, wire, ranks = self.lane(choice).cuts, dict(estimate.wire), spread.stages
-        stages = estimate.stages
+        stages, rows = estimate.stages, self.mean(spread, choice.microbatch)
         slow, _ = slowest(stages, ranks)
         for place, many in (each for stage in found.pieces[slow::ranks] for each in stage):
-            _add(wire, self.prices.wire(place, spread, choice.microbatch), many * estimate.microbatches)
+            _add(wire, self.prices.wire(place, spread, rows), many * estimate.microbatches)
         if ranks > 1:
             meets, meeting = met(self.prices, choice)
             row = passed_on([each.boundary for each in found.sizes], ranks, choice.schedule)[slow]
-            wire["stages"] = estimate.microbatches * choice.microbatch * row + meeting
+            wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
             terms["stages"] -= meets  # which follows the last action
             terms = within(terms, simulated(*timed, self.prices.slowest.crowd))

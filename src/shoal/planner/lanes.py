@@ -88,12 +88,14 @@ def alone(prices: Prices, place: int, spread: Spread, rows: int = 1) -> float:
 
 
 class Lane:
-    """Microbatches of `rows` rows on the stages of a pipeline. `policies`: in which ways blocks may be treated."""
+    """Microbatches of `rows` rows, on average `mean`, on a pipeline's stages. `policies`: how blocks may be treated."""
 
-    def __init__(self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, policies: tuple[str, ...]) -> None:
-        self.cuts, self._prices, self._spread, self._rows, self.policies = cuts, prices, spread, rows, policies
-        self.ranks, self.stages = spread.stages, len(cuts.pieces)
-        self.speeds = prices.speeds(spread.stages)
+    def __init__(
+        self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, mean: float, policies: tuple[str, ...]
+    ) -> None:
+        self.cuts, self._prices, self._spread, self.policies = cuts, prices, spread, policies
+        self._rows, self._mean = rows, mean
+        self.ranks, self.stages, self.speeds = spread.stages, len(cuts.pieces), prices.speeds(spread.stages)
 
     @cached_property
     def works(self) -> list[Work]:
@@ -117,12 +119,11 @@ class Lane:
         forward = backward = halving = sent_forward = sent_backward = 0.0
         sent: dict[str, float] = {}
         device = self._prices.slowest
+        python = device.on_host * python_of(device)
         for place, number in pieces:
             size = self._prices.sizes(place, self._spread)
-            halving += (
-                number * device.on_host * python_of(device) * (HALVED * size.calls + HALVED_TENSOR * size.tensors)
-            )
-            spent = self._prices.spent(place, self._spread, self._rows)
+            halving += number * python * (HALVED * size.calls + HALVED_TENSOR * size.tensors)
+            spent = self._prices.spent(place, self._spread, self._mean)
             forward += number * spent.forward
             backward += number * spent.backward
             sent_forward += number * sum(seconds for _, seconds in spent.sent_forward)
@@ -157,7 +158,7 @@ class Lane:
         kinds = []
         for stage, number in zip(range(rank, self.stages, self.ranks), flying, strict=True):
             for place, numbers in self.cuts.blocks[stage]:
-                again = self._prices.again(place, self._spread, self._rows)
+                again = self._prices.again(place, self._spread, self._mean)
                 size = self._prices.sizes(place, self._spread)
                 ways = (again[policy] for policy in self.policies)
                 costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in ways]
@@ -181,7 +182,7 @@ class Lane:
         """Seconds that backward of a stage computes again, on the slowest device, and that it sends again."""
         seconds, sends = 0.0, dict[str, float]()
         for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True):
-            again = self._prices.again(place, self._spread, self._rows)
+            again = self._prices.again(place, self._spread, self._mean)
             for policy, number in zip(self.policies, numbers, strict=True):
                 own, sent = again[policy]
                 seconds += number * own

@@ -13,7 +13,7 @@ def kind(message: Message) -> str:
     return "tokens" if message.what == "ring" else message.what
 
 
-def sent(message: Message, spread: Spread, rows: int) -> tuple[int, float, float]:
+def sent(message: Message, spread: Spread, rows: float) -> tuple[int, float, float]:
     """Ranks, calls and bytes of a message of a forward of `rows` rows. It was seen between two ranks: what ranks that
     share tokens send is a part of a row, and a ring passes it on to each of the others."""
     what = kind(message)

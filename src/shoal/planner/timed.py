@@ -39,7 +39,13 @@ class Timed:
 
     @once
     def _lane(self, spread: Spread, rows: int, chunks: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
-        return Lane(self.by_compile[compiled], self._cuts(spread, spread.stages * chunks), spread, rows, policies)
+        cuts = self._cuts(spread, spread.stages * chunks)
+        return Lane(self.by_compile[compiled], cuts, spread, rows, self.mean(spread, rows), policies)
+
+    def mean(self, spread: Spread, rows: int) -> float:
+        """Rows of a microbatch on average, on the replica that takes longest: the last of a step is shorter where
+        `rows` do not divide it, and of several replicas the first, which have most microbatches, do not have that."""
+        return rows if spread.copies > 1 else self.task.rows / math.ceil(self.task.rows / rows)
 
     @once
     def replicas(self, spread: Spread) -> Replicas:
@@ -168,7 +174,7 @@ class Timed:
             terms["bubble"] = waiting(fill_of(choice, lane, stages), busy, ranks, self.prices.slowest.crowd)
             hops = (ranks - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
             terms["stages"] = 2 * hops * self.message(choice)
-        terms["data"] = number * choice.microbatch * self.task.cluster.data
+        terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data
         terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number)
         return terms, deal, tuple(stages), slow
 
@@ -179,7 +185,7 @@ class Timed:
             return 0.0
         sizes = self._cuts(spread, spread.stages * choice.chunks).sizes
         link = self.task.cluster.link(spread.stride("stages"), spread.stages, "send")
-        return link.seconds("send", max(each.boundary for each in sizes[1:]) * choice.microbatch, 2)
+        return link.seconds("send", max(each.boundary for each in sizes[1:]) * self.mean(spread, choice.microbatch), 2)
 
 
 def timing(choice: Choice) -> tuple[Spread, int, str, int]:
