@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -177,6 +179,26 @@ def test_a_model_without_rules_is_cut_and_trains_as_on_one_process(plan):
             and "picture.less row 4 x 12 x 1 x 1 4 x 6 x 1 x 1" in rows
         )
         assert "words vocabulary 31 x 8 16 x 8" in rows or "words vocabulary 31 x 8 15 x 8" in rows
+
+
+def seeded() -> nn.Module:
+    """Sets a seed, so that it is not made on fake tensors."""
+    torch.manual_seed(3)
+    return Model()
+
+
+def trained_of_values(world, plan: dict, model: Callable[[], nn.Module] | nn.Module) -> list[float]:
+    return trained(world, plan, factory=deepcopy(model))[0]  # each rank has its own
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["sets a seed", "ready"])
+def test_a_model_that_has_values_is_cut_as_one_that_is_recorded(ready):
+    """What stays whole of a layer that is cut (the bias of a row) had lost them while the cut was looked for."""
+    with torch.random.fork_rng():
+        model = seeded() if ready else seeded
+    alone = simulate_world(1, trained_of_values, {}, model)[0]
+    for losses in simulate_world(2, trained_of_values, {"tp": 2}, model):
+        assert losses == pytest.approx(alone, rel=1e-9)
 
 
 def test_a_layer_on_parts_that_are_put_behind_each_other_is_confirmed_where_they_are_whole_again():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shoal.module.kept_outside import nothing_kept_outside
@@ -150,7 +150,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     to, states of generators."""
     kept = [(each, dict(each.__dict__)) for each in module.modules()]
     tables = ("_parameters", "_buffers", "_modules")
-    bound = [(parameter, parameter.data) for parameter in module.parameters()]
+    with _disable_current_modes():  # of a real parameter fake tensors are made else, and left in its place
+        bound = [(parameter, parameter.data) for parameter in module.parameters()]
     inner = [(each, {table: dict(each.__dict__[table]) for table in tables}) for each, _ in kept]
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), host_draws(0):
         log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -160,9 +161,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             yield
         finally:
             log.disabled = spoke
-            for parameter, data in bound:
-                if storage_of(parameter) != storage_of(data):
-                    parameter.data = data
+            with _disable_current_modes():
+                for parameter, data in bound:
+                    if storage_of(parameter) != storage_of(data):
+                        parameter.data = data
             for (each, before), (_, held) in zip(kept, inner, strict=True):
                 each.__dict__.clear()
                 each.__dict__.update(before)
