@@ -98,7 +98,9 @@ def test_what_another_stage_has_is_not_computed_with(make: Any, message: str, re
         simulate_world(2, trained, make, ready, {"pp": 2})
 
 
+@pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_another_stage_has_may_be_looked_at(ready: bool) -> None:
+def test_what_another_stage_has_may_be_looked_at(ready: bool, dp: int) -> None:
+    """Replicas look at what modules keep, and of a ready module what another stage has lies on the meta device."""
     one = simulate_world(1, trained, Described, ready, {})[0]
-    assert simulate_world(2, trained, Described, ready, {"pp": 2})[0] == pytest.approx(one, rel=1e-6)
+    assert simulate_world(2 * dp, trained, Described, ready, {"pp": 2, "dp": dp})[0] == pytest.approx(one, rel=1e-6)

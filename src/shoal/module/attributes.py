@@ -34,9 +34,9 @@ class Kept:
                             self._places |= _inside(hidden, full)
 
     def now(self) -> dict[str, Tensor]:
-        """The tensors by name, as far as they still are tensors, and no fake ones of other stages."""
+        """The tensors by name, as far as they still are tensors, but for those of other stages, without values."""
         places = [(name, table.get(key)) for name, (table, key) in self._places.items()]
-        return {name: kept for name, kept in places if isinstance(kept, Tensor) and not isinstance(kept, FakeTensor)}
+        return {name: kept for name, kept in places if isinstance(kept, Tensor) and not _without_values(kept)}
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """What the tensors look like now: shape, dtype and two numbers."""
@@ -52,6 +52,10 @@ class Kept:
                     "it: each replica would go on with another one. Keep it in a buffer (self.register_buffer), on "
                     "which replicas agree, or take plan.dp = 1"
                 )
+
+
+def _without_values(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def number_of(tensor: Tensor) -> Tensor:
