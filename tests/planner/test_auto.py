@@ -25,12 +25,13 @@ from shoal.jobs.asking import asked, keeps_microbatch, stays
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, at_size, opened
 from shoal.jobs.config import Job, Train
+from shoal.jobs.forecast import Forecast
 from shoal.jobs.gain import FINEST, SHARE, Ranks, is_small, why_not_searched
 from shoal.jobs.read import parse_job
 from shoal.models import build
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
-from shoal.planner import Subject
+from shoal.planner import Machine, Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import Rates
@@ -186,12 +187,37 @@ def test_a_model_is_traced_once(
     first = profile_of(settled(), ("parts",))
     assert profile_of(settled(), ("parts",)) == first and len(traced) == 1
     profile_of(settled(), ())
-    profile_of(settled(), ("parts",), {"lm_head": "whole"})
+    profile_of(settled(), ("parts",), Plan(placements={"lm_head": "whole"}))
     profile_of(settled(d_model=64), ("parts",))
     assert len(traced) == 4
+    order = [{"**.up": "whole", "blocks.*.mlp.*": "column"}, {"blocks.*.mlp.*": "column", "**.up": "whole"}]
+    for placements in order:  # the last pattern counts
+        profile_of(settled(), ("parts",), Plan(placements=placements))
+    assert len(traced) == 6
     for path in (tmp_path / "cache" / "shoal" / "profiles").glob("*.json"):
         path.write_text(path.read_text()[:-9])
-    assert profile_of(settled(), ("parts",)) == first and len(traced) == 5
+    assert profile_of(settled(), ("parts",)) == first and len(traced) == 7
+
+
+def test_a_single_block_that_is_placed_otherwise_is_traced(settled: Callable[..., Settled]) -> None:
+    """Few blocks were traced for all eight, of which none had that number: tp was predicted to divide nothing."""
+    found = {
+        place: profile_of(settled(), ("parts",), Plan(placements={f"blocks.{place}.attention": "whole"}))
+        for place in (1, 6, "*")
+    }
+    for place, each in found.items():
+        assert each.refused["parts"] == ""
+        divided = [part.attention.on(Spread(parts=2)) < part.attention.value for part in each.parts if part.is_block]
+        assert divided == [place not in (number, "*") for number in range(8)]
+    with pytest.raises(UserError, match=r"placements\['blocks.8.attention'\]: the model has no module of such a name"):
+        asked(settled({"name": "auto", "placements": {"blocks.8.attention": "whole"}}), machine())
+
+
+def test_a_dry_run_of_single_blocks_that_are_placed_otherwise_is_of_all_blocks(settled: Callable[..., Settled]) -> None:
+    """The last of few stood for the last of all: what is whole was taken for the last stage's."""
+    plan = Plan(tp=2, pp=2, placements={"blocks.7.mlp.*": "whole", "blocks.7.attention": "whole"})
+    first, last = Forecast(settled(plan.to_dict(), layers=16), Machine(8 * GIB, None, 4), 0).of(plan, [0, 1])
+    assert first.need.of("weights") > 1.1 * last.need.of("weights")
 
 
 def test_the_plan_of_a_job_is_confirmed_and_pins_hold(settled: Callable[..., Settled]) -> None:

@@ -16,9 +16,15 @@ from shoal.comm import World
 from shoal.errors import UserError
 from shoal.jobs import asking
 from shoal.jobs.choose import opened
-from shoal.jobs.read import parse_job
+from shoal.jobs.read import parse_job, plan_pins
+from shoal.optim.groups import small_optimizer
+from shoal.planner.confirm import confirm
+from shoal.planner.degrees import Spread
+from shoal.planner.explain import fits
 from shoal.planner.pins import check_pins
-from tests.planner.models import cluster
+from shoal.planner.search import search
+from shoal.planner.task import Estimate, Task
+from tests.planner.models import cluster, model, task
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tpp": 2}, 'plan has no field "tpp". Did you mean "tp"?'),
@@ -40,6 +46,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stages": [4, 4]}, "by --pin pp=2"),
     ({"pp": 2, "stages": "counted"}, 'plan.stages = "counted": the planner cuts stages itself'),
     ({"dp": 4, "shard": 3}, "plan.shard = 3: that many of dp = 4 ranks share one copy of the state"),
+    ({"dp": 1, "shard": 4, "zero": 3}, "plan.shard = 4: that many of dp = 1 ranks share one copy of the state"),
+    ({"shard": 4, "zero": 0}, "plan.shard = 4 with plan.zero = 0: nothing is sharded"),
+    ({"shard": 2, "shares": [1, 2, 3]}, "plan.shard = 2: that many of dp = 3 ranks share"),
     ({"dp": 2, "shares": [1, 2, 3]}, "are 3 numbers, and dp = 2 ranks share"),
     ({"shares": [-1, 2]}, "plan.shares = [-1, 2]: give each of the dp ranks a number from 0 on"),
     ({"buddy": "often"}, "plan.buddy = 'often': give the number of steps"),
@@ -97,3 +106,76 @@ def test_nothing_is_traced_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             world=World.single("cpu"),
             cluster=cluster(),
         )
+
+
+def test_a_field_is_pinned_once() -> None:
+    assert plan_pins(["dp=2", "dp=2", "memory.device=1GiB", "memory.host=2GiB"])["dp"] == 2
+    with pytest.raises(UserError, match="--pin dp=4: another --pin gives dp = 2: leave out one of them"):
+        plan_pins(["dp=2", "tp=2", "dp=4"])
+
+
+NONE_FIT: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any] | None]] = [
+    ({"dp": 5}, {}, "dp = 5 does not divide 8; leave out dp or take dp = 1 or 2 or 4 or 8", {"dp": 4}),
+    ({"dp": 2, "tp": 3}, {}, "dp x tp = 6 does not divide 8; leave out tp or take tp = 1 or 2 or 4", {"dp": 2}),
+    ({"dp": 5, "tp": 3}, {}, "dp x tp = 15 does not divide 8; leave out several of these", {}),
+    (
+        {"pp": 8},
+        {},
+        "into 6 stages at most, one for each of its blocks; leave out pp or take pp = 1 or 2 or 4",
+        {"pp": 4},
+    ),
+    ({"pp": 4, "schedule": "zbv"}, {}, "; leave out pp or take pp = 1 or 2; or leave out schedule", {"pp": 4}),
+    ({"pp": 2, "stages": [2, 2, 2]}, {}, "or leave out stages", {"pp": 2}),
+    ({"dp": 8}, {"rows": 4}, "each of 8 replicas has a row at least; leave out dp or take dp = 1 or 2 or 4", {"dp": 4}),
+    ({"shard": 3, "zero": 1}, {}, ": leave out shard", {"zero": 1}),
+    ({"ep": 2}, {}, "no experts; leave out ep or take ep = 1", {"ep": 1}),
+    ({"tp": 2}, {"on": cluster(1, 1)}, "with tp = 2: tp = 2 does not divide 1; leave out tp or take tp = 1", {}),
+    ({}, {"rows": 4, "legal": {}, "profile": model(1)}, "take train.global_batch = 8, or fewer devices", None),
+]
+
+
+@pytest.mark.parametrize(("pins", "others", "said", "instead"), NONE_FIT, ids=[str(pins) for pins, *_ in NONE_FIT])
+def test_what_stands_against_all_degrees_is_said_with_what_does(
+    pins: dict[str, Any], others: dict[str, Any], said: str, instead: dict[str, Any] | None
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as refusal:
+        search(task(pins=pins, **others))
+    assert "not asked for" not in str(refusal.value)
+    more = {**others, "rows": 8} if instead is None else others
+    assert search(task(pins=instead or {}, **more)).best
+
+
+def test_an_exchange_that_is_pinned_goes_with_what_is_found() -> None:
+    """Replicas that train apart have no stages and no shards: candidates of these were tried first, and no others."""
+    for pins in ({"exchange": "diloco"}, {"exchange": "diloco", "tp": 2}):
+        found = search(task(pins=pins)).best
+        assert {(each.choice.zero, each.choice.spread.stages, each.choice.offload) for each in found} == {(0, 1, None)}
+    said = '"diloco" does not go with plan.zero = 2: its replicas train apart.*Leave out one of these$'
+    with pytest.raises(UserError, match=said):
+        search(task(pins={"exchange": "diloco", "zero": 2}))
+
+
+@pytest.mark.parametrize(("kind", "zero"), [(torch.optim.AdamW, {0}), (torch.optim.SGD, {0, 1})])
+def test_an_exchange_that_goes_by_the_optimizer_does_so_where_it_is_asked(kind: Any, zero: set[int]) -> None:
+    """Steps of AdamW are combined, gradients of SGD: each replica then needs all of its state, or does not."""
+    small = partial(small_optimizer, partial(kind, lr=0.1), [{}])
+    found = search(task(pins={"exchange": "adasum"}, optimizer=small)).best
+    assert {each.choice.zero for each in found} == zero
+
+
+def test_room_is_looked_for_where_a_pinned_exchange_goes() -> None:
+    for pins in ({"exchange": "diloco", "tp": 2}, {"exchange": "adasum", "zero": 1}):
+        assert fits(task(pins=pins))
+
+
+def test_ways_that_are_pinned_are_not_left_out_of_another_search() -> None:
+    """Of tp and pp, refused together, pp is left out where tp is pinned: it was tp, to no end."""
+
+    def look(_: Task, estimate: Estimate) -> tuple[None, str]:
+        spread = estimate.choice.spread
+        return None, "no stages beside parts" if spread.stages > 1 and spread.parts > 1 else ""
+
+    asked = task(pins={"tp": 2, "dp": 1}, on=cluster(1, 4, inside=1e7))
+    found = search(asked)
+    assert all(each.choice.spread.stages == 2 for each in found.best)
+    assert confirm(asked, found, look).estimate.choice.spread == Spread(tokens=2, parts=2)

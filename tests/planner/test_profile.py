@@ -84,3 +84,29 @@ def test_each_tensor_that_is_kept_has_its_hook_where_a_block_runs_again():
     assert again(5) - again(2) == pytest.approx(3 * ON_CORES.selecting * 1e-3)
     assert again(0) == pytest.approx(ON_CORES.block * 1e-3)
     assert again(5, 2.0) == pytest.approx(CROWDED * again(5))
+
+
+def test_parts_among_more_ranks_are_those_among_two():
+    """As many shares, and messages: what a pin of more ranks is traced with."""
+    row = {key: torch.zeros(12, dtype=torch.int64) for key in ROW}
+    even = replace(subject({**GPT, "heads": 6, "d_model": 24, "vocab_size": 66, "sequence": 12}), sample=row)
+    two, three = (profile(replace(even, plan=plan), ("parts",)) for plan in (Plan(), Plan(tp=3)))
+    for known, seen in zip(two.parts, three.parts, strict=True):
+        for name in ("products", "attention", "saved", "weights", "trained"):
+            for ranks in (2, 3, 6):
+                on = Spread(parts=ranks)
+                assert getattr(seen, name).on(on) == pytest.approx(getattr(known, name).on(on), rel=0.03), name
+        assert {each.operation: each.payload for each in seen.messages} == pytest.approx(
+            {each.operation: each.payload for each in known.messages}, rel=0.01
+        )
+        assert [each.calls for each in seen.messages] == [each.calls for each in known.messages]
+
+
+def test_heads_that_two_ranks_cannot_share_are_traced_among_those_that_are_pinned():
+    """Three of three: all was counted on each rank, and nothing sent."""
+    odd = subject({**GPT, "d_model": 24, "heads": 3})
+    assert "3 heads" in profile(odd, ("parts",)).refused["parts"]
+    found = profile(replace(odd, plan=Plan(tp=3)), ("parts",))
+    (*_, block) = (each for each in found.parts if each.is_block)
+    assert found.refused["parts"] == "" and block.messages
+    assert block.products.on(Spread(parts=3)) == pytest.approx(block.products.value / 3)

@@ -24,6 +24,7 @@ from shoal.jobs.auto import Asked, ask
 from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import Explanation, explain, why_not
+from shoal.planner.profile import NOT_ASKED
 from shoal.planner.replicable import not_replicated
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 
@@ -220,7 +221,7 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
     yield f"the smallest part of this machine that would do has {told.devices} of its {devices} devices"
     if chosen.eager:
         yield f"blocks are not compiled: {chosen.eager}"
-    refused = {what: why for what, why in _not_cut(chosen).items() if why != "not asked for"}
+    refused = {what: why for what, why in _not_cut(chosen).items() if why != NOT_ASKED}
     for what, why in refused.items():
         yield escape(f"no {WAYS[what]}: {why}")
     looked = chosen.found

@@ -3,7 +3,6 @@ the ranks that matter says of its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,22 +13,27 @@ from shoal.jobs.choose import Settled, under
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import build
-from shoal.optim.groups import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only, small_optimizer
+from shoal.parallel.tensor import names_blocks
 from shoal.plan import Plan
 from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, ways
+from shoal.planner.degrees import Spread, given_to_trace, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
+from shoal.planner.pins import check_traced
 from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
 from shoal.precision import precision
+
+ALONE = Plan()
+"""Of one rank."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +83,19 @@ class Chosen:
         return max(each.need.total("device") for each in self.predictions)
 
 
-def subject_of(
-    settled: Settled, table: dict[str, Any] | None = None, placements: Mapping[str, str] | None = None
-) -> Subject:
+def subject_of(settled: Settled, table: dict[str, Any] | None = None, plan: Plan = ALONE) -> Subject:
     """The model of a job, or of another `[model]` table with its data, for traces."""
     job, model = settled.job, settled.model if table is None else build(table)
     with in_section("train"):
         numbers = precision(job.train.precision)
     sample = settled.model.prepare_data(settled.data.train)[0]
     groups = decay_matrices_only(job.train.weight_decay)
-    return Subject(model.factory, model.loss, sample, 1, numbers, Plan(placements=placements), groups)
+    return Subject(model.factory, model.loss, sample, 1, numbers, plan, groups)
 
 
-def profile_of(settled: Settled, ways: tuple[str, ...], placements: Mapping[str, str] | None = None) -> Profile:
-    """Traces the model of a job, or reads what was traced before."""
-    subject = subject_of(settled, placements=placements)
+def profile_of(settled: Settled, ways: tuple[str, ...], plan: Plan = ALONE) -> Profile:
+    """Traces the model of a job, or reads what was traced before. `plan`: what is given of it (see given_to_trace)."""
+    subject = subject_of(settled, plan=plan)
     return kept(_settings(settled), subject, ways, partial(_traced, settled, subject, ways))
 
 
@@ -105,7 +107,7 @@ def _settings(settled: Settled) -> object:
 
 def _traced(settled: Settled, subject: Subject, ways: tuple[str, ...]) -> Profile:
     """Traces the model; of one with many equal blocks a shallow one, where that proves to say all."""
-    own = shallow_of(settled, subject.plan.placements)
+    own = shallow_of(settled, subject.plan)
     if own is not None:
         try:
             return deepened(profile(own[0], ways), own[1], REPEATED)
@@ -114,13 +116,16 @@ def _traced(settled: Settled, subject: Subject, ways: tuple[str, ...]) -> Profil
     return profile(subject, ways)
 
 
-def shallow_of(settled: Settled, placements: Mapping[str, str] | None = None) -> tuple[Subject, int] | None:
-    """A model of few blocks that says all of a job's, and how many blocks that has; None where there is none."""
+def shallow_of(settled: Settled, plan: Plan = ALONE) -> tuple[Subject, int] | None:
+    """A model of few blocks that says all of a job's under `plan`, and how many blocks that has; None where there is
+    none."""
     table, values = dict(settled.job.model), settled.model.values
     own = family(table, values)
-    if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
+    if own is None or own.depth is None or names_blocks(plan.placements or {}):
+        return None
+    if values[own.depth] > SHALLOW + 1:
         try:
-            shallow = subject_of(settled, {**table, own.depth: SHALLOW}, placements)
+            shallow = subject_of(settled, {**table, own.depth: SHALLOW}, plan)
             if alike_blocks(shallow.factory, settled.model.factory, shallow.precision) is not None:
                 return shallow, values[own.depth]
         except UserError:
@@ -134,7 +139,8 @@ def task_of(
     """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
     otherwise. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
-    traced = profile_of(settled, ways(pins) if devices > 1 else (), pins.get("placements"))
+    traced = profile_of(settled, ways(pins) if devices > 1 else (), given_to_trace(pins))
+    check_traced(pins, traced)
     with in_section("train"):
         numbers = precision(job.train.precision)
     optimizer = optimizer_named(job.train.optimizer, job.train.lr)
@@ -151,6 +157,7 @@ def task_of(
         limit,
         exchanges=tuple(dict.fromkeys((EXACT, *job.auto.allow))),
         compiled=not any(device.on_host for device in cluster.devices),
+        optimizer=partial(small_optimizer, optimizer, [{}]),
     )
     return probe(subject_of(settled), task, _settings(settled))
 

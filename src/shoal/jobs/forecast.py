@@ -13,6 +13,7 @@ from shoal.errors import UserError, in_section
 from shoal.jobs.choose import Settled, microbatches_of
 from shoal.jobs.dry_runs import DryRuns, Places
 from shoal.jobs.optimizers import optimizer_named
+from shoal.parallel.tensor import names_blocks
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan, option_name
 from shoal.planner import (
@@ -133,8 +134,8 @@ class Forecast:
         return predict(recording, self._optimizer, plan, self._precision, machine, self._microbatches, self._process)
 
     def largest(self) -> Largest | None:
-        """Finds the largest model under the job's own plan, with stages cut anew; not where `recompute` names blocks,
-        which other sizes have not."""
+        """Finds the largest model under the job's own plan, with stages cut anew; not where `recompute` or
+        `placements` name blocks, which other sizes have not."""
         job = self._settled.job
         found = None if _names_blocks(job.plan) else self._family
         if found is None or (job.plan.pipelined and found.depth is None):
@@ -217,5 +218,5 @@ def _of_a_host(at: Callable[[int, int], Prediction], places: Counter[int]) -> li
 
 
 def _names_blocks(plan: Plan) -> bool:
-    """Whether some blocks are computed again and others are not."""
-    return option_name(plan.recompute, "recompute") == "blocks"
+    """Whether some blocks are computed again, or cut, and others are not."""
+    return option_name(plan.recompute, "recompute") == "blocks" or names_blocks(plan.placements or {})

@@ -7,8 +7,9 @@ from dataclasses import replace
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen, confirmed, profile_of, shallow_of, subject_of
 from shoal.jobs.choose import Settled
+from shoal.plan import Plan
 from shoal.planner.costs import Prices
-from shoal.planner.degrees import ways
+from shoal.planner.degrees import given_to_trace, ways
 from shoal.planner.layers import Layers, layers_of
 from shoal.planner.placements import Rates
 from shoal.planner.task import Estimate, Task
@@ -25,8 +26,9 @@ def placed(settled: Settled, task: Task) -> Chosen:
         return replace(chosen, layers=layers)
     placements = {**layers.whole, **(given or {})}
     try:
-        traced = profile_of(settled, ways(pins), placements)
-        other = confirmed(settled, replace(task, profile=traced, pins={**pins, "placements": placements}))
+        pins["placements"] = placements
+        traced = profile_of(settled, ways(pins), given_to_trace(pins))
+        other = confirmed(settled, replace(task, profile=traced, pins=pins))
     except UserError:  # it takes more memory, or cannot be cut so
         return replace(chosen, layers=layers)
     faster = other.estimate.choice.spread.parts > 1 and other.estimate.seconds < chosen.estimate.seconds
@@ -42,8 +44,9 @@ def layers_under(settled: Settled, task: Task, estimate: Estimate, placements: d
         return None
     link = cluster.link(choice.spread.stride("parts"), ranks)
     rates = Rates.of(ranks, link, Prices(task).slowest, task.numbers.dtype, estimate.microbatches)
-    shallow = shallow_of(settled, placements)
-    subject = subject_of(settled, placements=placements) if shallow is None else shallow[0]
+    plan = Plan(placements=placements)
+    shallow = shallow_of(settled, plan)
+    subject = subject_of(settled, plan=plan) if shallow is None else shallow[0]
     try:
         return layers_of(replace(subject, microbatch=choice.microbatch), rates, placements)
     except UserError:

@@ -168,6 +168,8 @@ def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
                 hint = f" Write --set train.{pin.strip()}."
             raise UserError(f'--pin {pin}: a plan has no key "{key}".{hint} Keys: {", ".join(known)}')
         value = _nested(found.get(key), path, _value(written), f"--pin {pin}")
+        if not path and found.get(key, value) != value:
+            raise UserError(f"--pin {pin}: another --pin gives {key} = {found[key]!r:.100}: leave out one of them")
         _check("plan", key, value, f"--pin {pin}")
         found[key] = value
     return found

@@ -18,17 +18,17 @@ from shoal.launch import join
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import without_values
 from shoal.module.compiling import fuses
-from shoal.optim.groups import GroupRule, OptimizerFactory
+from shoal.optim.groups import GroupRule, OptimizerFactory, small_optimizer
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, ways
+from shoal.planner.degrees import Spread, given_to_trace, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
-from shoal.planner.pins import check_pins
+from shoal.planner.pins import check_pins, check_traced
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.probe import probe, run_together
@@ -78,28 +78,28 @@ def auto_plan(
     subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
     groups = groups_of(world) if cluster is None else None
     ran = run_together(world, subject, global_batch, microbatch) if cluster is None else ()
+    given = pins or {}
 
     def find() -> tuple[dict[str, Any], int]:
-        check_pins(pins or {})
+        check_pins(given)
         machine = cluster
         if machine is None:
             machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
-        values, whole = _settings(model)
-        if whole and microbatch is None:
-            raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "
-                            "give microbatch")  # fmt: skip
+        values = _settings(model, microbatch)
         try:
-            traced = profile(subject, ways(pins or {}) if machine.size > 1 else ())
+            traced = profile(replace(subject, plan=given_to_trace(given)), ways(given) if machine.size > 1 else ())
         except Untraced as error:
-            plan, why = without_trace(pins or {}, machine.size, error)
+            plan, why = without_trace(given, machine.size, error)
             LOG.warning("plan: %s (%s)", spoken(plan.to_dict()), why)
             return plan.to_dict(), microbatch or largest_share(global_batch, plan)
+        check_traced(given, traced)
         length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
         legal = legal_degrees(values, traced, length, machine.per_host)
-        asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal)
+        asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, given, legal)
         cores = any(device.on_host for device in machine.devices)
         compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
-        asked = probe(subject, replace(asked, compiled=compiled), together=ran)
+        small = partial(small_optimizer, optimizer, [{}])
+        asked = probe(subject, replace(asked, compiled=compiled, optimizer=small), together=ran)
         plan, rows = as_replicable(asked, buffers, partial(_confirmed, subject=subject, optimizer=optimizer))
         return plan.to_dict(), rows
 
@@ -107,15 +107,19 @@ def auto_plan(
     return Plan.from_dict(table), rows
 
 
-def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:
-    """What the model's own configuration says of it, where it has one, and whether it has statistics over a batch."""
+def _settings(model: Callable[[], nn.Module], microbatch: int | None) -> dict[str, Any]:
+    """What the model's own configuration says of it, where it has one. Raises UserError where it has statistics over a
+    batch, and no microbatch is given."""
     made = without_values(model)
     if made is None:  # the trace says more
-        return {}, False
+        return {}
+    if microbatch is None and has_batch_statistics(made):
+        raise UserError(
+            "the model has statistics over a batch, so what it computes depends on the microbatch: give microbatch"
+        )
     config: Any = getattr(made, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return values, has_batch_statistics(made)
+    return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
 def _confirmed(task: Task, subject: Subject, optimizer: OptimizerFactory) -> tuple[Plan, int]:

@@ -6,16 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
+from typing import Any
 
 from shoal.assembly.compatibility import check_exchange
 from shoal.errors import UserError
 from shoal.pipeline.units import check_numbers
-from shoal.plan import option_name, option_parameters
+from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import Spread, degrees
 from shoal.planner.estimates import Estimates
-from shoal.planner.task import EXACT, Choice, Offload
+from shoal.planner.task import EXACT, Choice, Offload, Task
 
 WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the activations that wait on the host, that are tried."""
@@ -28,6 +29,10 @@ Tier = tuple[int, int | None, Offload | None, str]
 
 class Choices(Estimates):
     """The choices of a task."""
+
+    def __init__(self, task: Task, known: Estimates | None = None) -> None:
+        super().__init__(task, known)
+        self._whys: dict[tuple[str, Spread, int, bool], str] = {}
 
     def spreads(self) -> list[Spread]:
         """All degrees that the model, the pins and the number of devices allow."""
@@ -54,12 +59,33 @@ class Choices(Estimates):
 
     def _exchanges(self, spread: Spread, zero: int, away: Offload | None) -> Iterator[str]:
         """The exchanges that go with the rest of a choice, of those that may be."""
-        if "exchange" in self.task.pins or spread.replicas == 1:
-            yield EXACT
+        if "exchange" in self.task.pins:
+            if not self._why_not(self.task.pins["exchange"], spread, zero, away is not None):
+                yield EXACT
             return
-        for name in self.task.exchanges:
-            if name == EXACT or _goes_with(name, spread, zero, away is not None):
+        for name in self.task.exchanges if spread.replicas > 1 else (EXACT,):
+            if name == EXACT or not self._why_not(name, spread, zero, away is not None):
                 yield name
+
+    def _why_not(self, exchange: Option, spread: Spread, zero: int, offloads: bool) -> str:
+        """Why an engine would not take such an exchange beside the rest of a plan; "" if it would."""
+        key = str(exchange), spread, zero, offloads
+        if key not in self._whys:
+            others: dict[str, Any] = {"memory": {} if offloads else None, "shares": self.task.pins.get("shares", ())}
+            try:
+                plan = spread.plan(exchange=exchange, zero=zero, **others)
+                check_exchange(plan, "whole", make=self.task.optimizer)
+                self._whys[key] = ""
+            except UserError as error:
+                self._whys[key] = str(error)
+        return self._whys[key]
+
+    def why_none(self) -> str:
+        """Why no choice is left, where the exchange that is pinned goes with none."""
+        stages = [self.task.pins["zero"]] if "zero" in self.task.pins else [0, 1, 2, 3]
+        each = product(self.spreads(), stages, [self.offloads[0] is not None])
+        whys = dict.fromkeys(self._why_not(self.task.pins["exchange"], *one) for one in each)
+        return "; ".join(list(whys)[:3])
 
     def _per(self, spread: Spread) -> int:
         """Rows of a replica in a step."""
@@ -145,16 +171,6 @@ def with_tier(first: Choice, tier: Tier) -> Choice:
     zero, shard, away, how = tier
     one = first.spread, first.microbatch, zero, shard, first.recompute, first.schedule, first.chunks, away, how
     return Choice(*one, first.compile, first.stages, first.shares)
-
-
-@lru_cache(maxsize=4096)
-def _goes_with(exchange: str, spread: Spread, zero: int, offloads: bool) -> bool:
-    """Whether an engine would take such an exchange beside the rest of a plan."""
-    try:
-        check_exchange(spread.plan(exchange=exchange, zero=zero, memory={} if offloads else None), "whole")
-    except UserError:
-        return False
-    return True
 
 
 def _can_share(spread: Spread, shard: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from shoal.errors import UserError
+from shoal.planner.degrees import FIELDS
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Found, Task, spoken
 
@@ -64,14 +65,14 @@ def confirm(task: Task, found: Found, look: Callable[[Task, Estimate], tuple[Loo
 
 
 def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
-    """The task with less memory by what dry runs counted beside, or without the ways to divide that were refused; None
-    where there is nothing to leave out."""
+    """The task with less memory by what dry runs counted beside, or without the ways to divide that were refused and
+    are not pinned; None where there is nothing to leave out."""
     refused = [each for each, why in passed if not why.startswith(OVER)]
     if not refused:
         return replace(task, share=0.85 * task.share)
-    legal = dict(task.legal)
+    legal, free = dict(task.legal), [what for what in _WAYS if FIELDS[what] not in task.pins]
     for each in refused:
-        way = next((what for what in _WAYS if getattr(each.choice.spread, what) > 1), None)
+        way = next((what for what in free if getattr(each.choice.spread, what) > 1), None)
         if way is not None:
             legal[way] = 1
     return replace(task, legal=legal) if legal != dict(task.legal) else None

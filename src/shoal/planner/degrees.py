@@ -14,6 +14,8 @@ from shoal.plan import Plan
 
 PINS = {"pp": "stages", "dp": "copies", "cp": "tokens", "tp": "parts", "ep": "experts"}
 """The name of each degree in a plan, and here."""
+FIELDS = {what: field for field, what in PINS.items()}
+"""The name of each degree here, and in a plan."""
 _GROUPS = {**PINS, "edp": "copies", "tied": "stages", "routing": "experts"}
 """What the ranks of a group divide, by the first word of its name."""
 TRIED = (
@@ -22,7 +24,7 @@ TRIED = (
     ("ring", Plan(cp=2, context="ring")),
     ("experts", Plan(dp=2, ep=2)),
 )
-"""The plans that are traced to see how a model divides."""
+"""The plans that are traced to see how a model divides, unless a plan gives the number of its parts (see `tried`)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,19 @@ def ways(pins: Mapping[str, Any]) -> tuple[str, ...]:
     """How a model may be divided beside stages and copies, where `pins` do not say that it is not."""
     asked = [PINS[key] for key in ("tp", "cp", "ep") if pins.get(key) != 1]
     return (*asked, *(["ring"] if "tokens" in asked else []))
+
+
+def tried(plan: Plan) -> list[tuple[str, Plan]]:
+    """The plans that are traced to see how a model divides, for answers under `plan`: parts with its placements, and
+    among as many ranks as the least prime of its degree, as two may not come out even (3 heads) where those do."""
+    ranks = next((each for each in divisors(plan.tp) if each > 1), 2)
+    parts = Plan(tp=ranks, placements=plan.placements)
+    return [(what, parts if what == "parts" else each) for what, each in TRIED]
+
+
+def given_to_trace(pins: Mapping[str, Any]) -> Plan:
+    """The plan by which `tried` goes where `pins` are given."""
+    return Plan(tp=pins.get("tp", 1), placements=pins.get("placements"))
 
 
 def chosen_fields(plan: Plan) -> list[str]:

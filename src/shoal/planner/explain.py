@@ -116,7 +116,7 @@ def _has_room(search: Search, one: Choice) -> bool:
     """Whether a choice fits of those that differ from `one` in their tiers alone. What waits on the host takes as much
     room on the device as less can: where that is too much of the device, no other one of the tier is asked."""
     tiers = list(search.tiers(one.spread))
-    zero = max(zero for zero, *_ in tiers)
+    zero = max((zero for zero, *_ in tiers), default=0)
     tiers = [tier for tier in tiers if tier[0] == zero]
     for shard in dict.fromkeys(shard for _, shard, *_ in tiers):
         offloads = [away for _, own, away, _ in tiers if own == shard]

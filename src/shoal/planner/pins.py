@@ -16,12 +16,12 @@ from shoal.module.recompute import Recompute
 from shoal.parallel.tensor import check_kinds
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan, option_name
-from shoal.planner.degrees import PINS
+from shoal.planner.degrees import FIELDS
+from shoal.planner.profile import Profile
 
+PARTS = "parts"
 MANY = 1 << 16
 """Blocks of a model that is not known yet: places of fewer can be meant."""
-FIELDS = {what: field for field, what in PINS.items()}
-"""The name of each degree in a plan."""
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:
@@ -41,8 +41,19 @@ def check_pins(pins: Mapping[str, Any]) -> None:
                 f"--pin stages={pins['stages']}: how many stages there are is given with it, by --pin {stages}=2"
             )
         _check_stages(pins["stages"])
-    among = {field: pins[field] for field in (copies, "shard", "shares") if field in pins}
-    Plan.from_dict({**among, "zero": pins.get("zero", 3)})
+    shares, shard = pins.get("shares") or (), pins.get("shard")
+    if copies in pins or shard is not None:
+        least = shard if type(shard) is int and shard > 0 else 1  # where it is not said how many there are
+        number = pins.get(copies, len(shares) or least)
+        Plan(**{copies: number}, zero=pins.get("zero", 3), shard=shard, shares=shares).check_groups()
+
+
+def check_traced(pins: Mapping[str, Any], traced: Profile) -> None:
+    """Raises UserError for placements that name no layer, or are of none of the ways in which it can be cut where it is
+    pinned that layers are."""
+    why = traced.refused[PARTS]
+    if why.startswith("plan.placements[") or (why.startswith("plan.placements") and pins.get(FIELDS[PARTS], 1) > 1):
+        raise UserError(why)
 
 
 def _check_schedule(plan: Plan) -> None:

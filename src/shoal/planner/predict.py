@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.buddy import steps_between
-from shoal.optim.groups import OptimizerFactory, state_keys
+from shoal.optim.groups import OptimizerFactory, small_optimizer, state_keys
 from shoal.optim.tiers.pager import in_turn
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
@@ -101,7 +102,7 @@ def predict(
     process: int = 0,
 ) -> Prediction:
     """Predicts the memory of the first rank. Raises UserError, as the engine would, for what does not go together."""
-    exchange = check_exchange(plan, precision.keep)
+    exchange = check_exchange(plan, precision.keep, make=partial(small_optimizer, optimizer, recording.options))
     limit, chunk = _limits(plan, machine)
     together = plan.copy_size if plan.zero else 1
     with_experts = max(1, together // plan.ep)

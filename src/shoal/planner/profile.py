@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
 from shoal.planner.buffers import why_not_replicated
-from shoal.planner.degrees import TRIED, Spread
+from shoal.planner.degrees import Spread, tried
 from shoal.planner.prepare import Subject
 from shoal.planner.trace import Seen, Trace, trace
 
 Kinds = tuple[str, ...]
+NOT_ASKED = "not asked for"
+"""Why a model is not divided in a way that was not traced."""
 
 
 @dataclass(frozen=True)
@@ -120,50 +122,50 @@ QUANTITIES = (
 
 
 def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
-    """Traces the model of `subject`, of whose own plan the placements matter alone, with one row; `ways`: how it may be
+    """Traces the model of `subject`, of whose own plan `tried` says what matters, with one row; `ways`: how it may be
     divided. Raises UserError for a model that cannot be run."""
     base = replace(subject, microbatch=1, rank=0)
     alone = trace(replace(base, plan=type(subject.plan)()))
-    halves: dict[str, Trace] = {}
+    halves: dict[str, Divided] = {}
     refused: dict[str, str] = {}
-    for what, plan in TRIED:
+    for what, plan in tried(subject.plan):
         if what not in ways:
-            refused[what] = "not asked for"
+            refused[what] = NOT_ASKED
             continue
         try:
-            if what == "parts":
-                plan = replace(plan, placements=subject.plan.placements)
-            halves[what] = trace(replace(base, plan=plan))
-            if [each.name for each in halves[what].parts] != [each.name for each in alone.parts]:
+            half = trace(replace(base, plan=plan))
+            if [each.name for each in half.parts] != [each.name for each in alone.parts]:
                 raise UserError("its parts are others then")
-            if what == "experts" and not any(halves[what].experts):
+            if what == "experts" and not any(half.experts):
                 raise UserError("the model has no experts")
-            refused[what] = ""
+            halves[what], refused[what] = Divided(half, plan.size), ""
         except UserError as error:
-            halves.pop(what, None)
             refused[what] = str(error)
     parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
 
     def lives(name: str) -> Cut:
         value = getattr(alone, name)
-        return Cut(value, {what: _divided(value, getattr(each, name)) for what, each in halves.items()})
+        return Cut(value, {what: each.divided(value, getattr(each.trace, name)) for what, each in halves.items()})
 
     whys = why_not_replicated(base)
     return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"), alone.statistics)
 
 
-def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
+def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfile:
     seen = alone.parts[place]
 
     def cut(name: str) -> Cut:
         value = float(getattr(seen, name))
-        return Cut(value, {what: _share(value, getattr(each.parts[place], name)) for what, each in halves.items()})
+        shares = {what: each.share(value, getattr(each.trace.parts[place], name)) for what, each in halves.items()}
+        return Cut(value, shares)
 
     def elements(name: str) -> Cut:
         value = float(getattr(alone, name)[place])
-        return Cut(value, {what: _divided(value, getattr(each, name)[place]) for what, each in halves.items()})
+        shares = {what: each.divided(value, getattr(each.trace, name)[place]) for what, each in halves.items()}
+        return Cut(value, shares)
 
-    messages = [message for what, each in halves.items() for message in _messages(what, each.parts[place], each)]
+    traced = {what: each.trace for what, each in halves.items()}
+    messages = [message for what, each in traced.items() for message in _messages(what, each.parts[place], each)]
     quantities = {name: cut(name) for name in QUANTITIES}
     return PartProfile(
         seen.name,
@@ -178,7 +180,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         quantities["given"],
         elements("weights"),
         elements("trained"),
-        Cut(2.0 * halves["experts"].experts[place] if "experts" in halves else 0.0, {"experts": 1.0}),
+        Cut(2.0 * traced["experts"].experts[place] if "experts" in traced else 0.0, {"experts": 1.0}),
         tuple(messages),
         quantities["operands"],
         seen.last / seen.products if seen.products else 0.0,
@@ -191,14 +193,22 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
     )
 
 
-def _share(whole: float, half: float) -> float:
-    """Which share of a quantity two ranks divide, where each has `half` of the `whole`, or more than that (see Cut)."""
-    return min(1.0, 2 * (1 - half / whole)) if whole else 0.0
+@dataclass(frozen=True)
+class Divided:
+    """The trace of one of so many `ranks` that divide a model."""
 
+    trace: Trace
+    ranks: int
 
-def _divided(whole: float, half: float) -> float:
-    """Share of a quantity that no rank has more of than undivided (see `_share`)."""
-    return max(0.0, _share(whole, half))
+    def share(self, whole: float, own: float) -> float:
+        """Which share of a quantity ranks divide, where each has `own` of the `whole`, or more than that (see Cut)."""
+        if own > whole > 0:
+            return 2 * (1 - own / whole)
+        return min(1.0, self.ranks / (self.ranks - 1) * (1 - own / whole)) if whole else 0.0
+
+    def divided(self, whole: float, own: float) -> float:
+        """Share of a quantity that no rank has more of than undivided (see `share`)."""
+        return max(0.0, self.share(whole, own))
 
 
 def deepened(shallow: Profile, blocks: int, at: int) -> Profile:

@@ -21,10 +21,10 @@ from shoal.assembly.replan import without_collections
 from shoal.errors import UserError
 from shoal.planner.choices import LONGEST, Choices, Tier, with_tier
 from shoal.planner.costs import COMPILING
-from shoal.planner.degrees import PINS, Spread
+from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.held import Held
-from shoal.planner.pieces import grouped
+from shoal.planner.no_degrees import no_degrees
 from shoal.planner.task import EXACT, Choice, Estimate, Found, Task, spoken
 
 BEST = 12
@@ -195,9 +195,12 @@ class Search(Choices):
 
 def search(task: Task) -> Found:
     """Finds the fastest plans. Raises UserError where no degrees are legal, or nothing fits."""
-    found = Search(task).run()
+    asked = Search(task)
+    found = asked.run()
     if not found.spreads:
-        raise UserError(_no_degrees(task))
+        raise UserError(no_degrees(task))
+    if found.nearest is None and not found.best:
+        raise UserError(f"no plan with {spoken(task.pins)}: {asked.why_none()}. Leave out one of these")
     if not found.best:
         assert found.nearest is not None
         near = found.nearest
@@ -208,20 +211,3 @@ def search(task: Task) -> Found:
             f"with more memory, a smaller model or shorter rows{', or free what is pinned' if task.pins else ''}"
         )
     return found
-
-
-def _no_degrees(task: Task) -> str:
-    pinned, context = spoken(task.pins), task.pins.get("context")
-    degrees = {what: task.pins.get(field, 1) for field, what in PINS.items()}
-    asked = [what for what, degree in degrees.items() if degree != 1]
-    ways = ["ring" if what == "tokens" and context == "ring" else what for what in asked]
-    whys = dict.fromkeys(filter(None, (task.profile.refused.get(what) for what in ways)))
-    if degrees["stages"] > (most := len(grouped(task.profile.parts))):
-        whys[f"the model can be cut into {most} stages at most, one for each of its blocks: take pp = {most}"] = None
-    remedy = "; ".join(whys) or f"{'free a pin, or ' if pinned else ''}take another number of devices"
-    if not whys and {"stages", "schedule"} & set(task.pins):
-        remedy = f"stages are plan.pp times the chunks of the schedule, each of a block at least; {remedy}"
-    return (
-        f"no degrees fit {task.cluster.size} devices, {task.rows} rows a step and {len(task.profile.parts)} parts of "
-        f"the model{f' with {pinned}' if pinned else ''}: {remedy}"
-    )

@@ -4,7 +4,7 @@ pinned; and what it answers: candidates with their terms."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,7 @@ class Task:
     - `exchanges`: algorithms by which replicas may agree, by name
     - `probed`: how many times longer than counted forward and backward take, by the rows of a microbatch (see probe)
     - `compiled`: whether compiled blocks are tried beside those that run as they are written
+    - `optimizer`: makes a small one of the kind used, by which some exchanges go
     """
 
     profile: Profile
@@ -98,6 +99,7 @@ class Task:
     exchanges: tuple[str, ...] = (EXACT,)
     probed: tuple[Probed, ...] = ()
     compiled: bool = False
+    optimizer: Callable[[], torch.optim.Optimizer] | None = None
 
     @property
     def most(self) -> float:

@@ -4,7 +4,7 @@ single-device."""
 from shoal.parallel.tensor.cut import CutLayers
 from shoal.parallel.tensor.cuts import Cuts, cuts_of
 from shoal.parallel.tensor.logits import ShardedLogits
-from shoal.parallel.tensor.pins import check_kinds, check_placements
+from shoal.parallel.tensor.pins import check_kinds, check_placements, names_blocks
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, check_rules, kind_of, rules_for
 from shoal.parallel.tensor.slicing import cut_among
@@ -21,5 +21,6 @@ __all__ = [
     "cut_among",
     "cuts_of",
     "kind_of",
+    "names_blocks",
     "rules_for",
 ]

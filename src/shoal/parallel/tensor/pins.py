@@ -63,6 +63,12 @@ def is_whole(name: str, placements: Placements) -> bool:
     return False
 
 
+def names_blocks(placements: Placements) -> bool:
+    """Whether some of the patterns are of single blocks, by their numbers, so that what holds of one block may not hold
+    of others."""
+    return any(part.strip("*").isdigit() for pattern in placements for part in pattern.split("."))
+
+
 def check_placements(module: nn.Module, placements: Placements) -> None:
     """Raises UserError for what is no table of placements, and for a pattern that matches no module."""
     check_kinds(placements)
