@@ -183,8 +183,9 @@ def test_a_model_whose_buffers_replicas_cannot_keep_has_one_replica() -> None:
         ({"dp": 2}, "_u, and one process would"),
         ({"tp": 1, "pp": 1}, "take plan.dp = 1. Without replicas"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=said) as refusal:
             simulate_world(2, asked, pins, Spectral, 4)
+        assert "leave out dp" not in str(refusal.value)
     assert [plan.dp for plan in simulate_world(2, averaged, {"tp": 1, "pp": 1})] == [2, 2]
 
 

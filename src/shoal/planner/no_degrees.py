@@ -51,6 +51,8 @@ def _remedy(task: Task) -> str:
     """Each pin without which there are degrees, with those that it may be; else that more rows, or fewer pins, do."""
     free = []
     for field in task.pins:
+        if task.pins[field] == 1 and task.legal.get(PINS.get(field, "")) == 1:
+            continue  # it is so without a pin: replicas cannot keep the buffers, or it cannot be divided so
         if found := _spreads(replace(task, pins=_without(task.pins, field))):
             may = sorted({getattr(each, PINS[field]) for each in found}) if field in PINS else []
             free.append(f"leave out {field}" + (f" or take {field} = {' or '.join(map(str, may))}" if may else ""))

@@ -30,7 +30,8 @@ def as_replicable(task: Task, buffers: str, find: Callable[[Task], Answer]) -> A
         if task.pins.get(field, 1) != 1:
             raise UserError(why)
     try:
-        return find(replace(task, pins={**task.pins, **dict.fromkeys(fields, 1)}))
+        pins, legal = {**task.pins, **dict.fromkeys(fields, 1)}, {**task.legal, **dict.fromkeys(whys, 1)}
+        return find(replace(task, pins=pins, legal=legal))
     except UserError as error:
         if "copies" not in whys:
             raise
