@@ -90,7 +90,7 @@ class Plan:
         option_name(self.recompute, "recompute")
         option_name(self.schedule, "schedule")
         if self.stages is not None and self.pp == 1:
-            raise UserError("plan.stages with plan.pp = 1: a model that is not cut has no stages")
+            raise UserError("plan.stages with plan.pp = 1: one stage is all of the model. Give plan.pp, or no stages")
         for field, only, what in _ONLY:
             value = getattr(self, field)
             if value not in only:

@@ -16,10 +16,11 @@ from shoal import checkpoint
 from shoal.comm import World
 from shoal.elastic.events import END
 from shoal.errors import CheckpointError, UserError
-from shoal.jobs.config import Job, Train
+from shoal.jobs.automatic import pinned
+from shoal.jobs.config import Auto, Job, Train
 from shoal.jobs.export import export_checkpoint
 from shoal.jobs.ranks import ranks_here, spread
-from shoal.jobs.read import load_job
+from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.stop import Stop
 from shoal.jobs.train import train
 from shoal.plan import Plan
@@ -188,3 +189,30 @@ def test_a_plan_takes_the_ranks_there_are_unless_it_says_others():
         with pytest.raises(UserError, match=r"dp = 2 (or .*)?works here"):
             spread(Job({"name": "gpt"}, Train(steps=1), plan=plan), {"plan.dp": "file"}, 2)
     assert ranks_here(Job({"name": "gpt"}, Train(steps=1), plan=Plan(dp=3))) == 3
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("given", [{"dp": 2}, {"dp": 1}, {"shares": [3, 1]}, {"shard": 2}, {"tp": 2, "dp": 1}])
+def test_what_is_given_beside_auto_leaves_other_degrees_to_the_planner(given):
+    job, origins = parse_job({"model": {"name": "gpt"}, "train": {"steps": 1}, "plan": {"name": "auto", **given}})
+    found, kept = spread(job, origins, 4)
+    assert pinned(found, kept) == pinned(job, origins) == {key: getattr(job.plan, key) for key in given}
+    if job.plan.size > 1:
+        with pytest.raises(UserError, match=r"the plan needs .* 5 were started"):
+            spread(job, origins, 5)
+
+
+def without_replicas(world: World, cache: str, job: Job) -> int:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return train(job, {"plan.dp": "file"}, world).step
+
+
+@pytest.mark.matrix
+def test_with_one_replica_given_the_planner_divides_the_model_and_that_trains(quick, make_job, tmp_path):
+    job = replace(make_job(steps=2), auto=Auto(True))
+    assert run_ranks(without_replicas, 2, os.environ["XDG_CACHE_HOME"], job) == [2, 2]
+    plan = load_job(tmp_path / "run" / "resolved.toml")[0].plan
+    assert (plan.dp, plan.size) == (1, 2)
+    whole = make_job(steps=2, run={"dir": str(tmp_path / "whole")})
+    train(whole, {}, World.single("cpu"))
+    assert losses_of(job) == pytest.approx(losses_of(whole), rel=1e-5)

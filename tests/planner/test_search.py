@@ -96,7 +96,10 @@ def test_pins_hold_and_other_fields_are_found() -> None:
 @pytest.mark.parametrize(
     ("pins", "said"),
     [
-        ({"pp": 2, "stages": [3, 2]}, r"\[3, 2\]: the model has 6 blocks; give each stage at least 1 of them"),
+        (
+            {"pp": 2, "stages": [3, 2]},
+            r"at least 1 of them, and all of them together \(5 are given\)",
+        ),
         ({"pp": 2, "stages": [0, 6]}, r"\[0, 6\]: the model has 6 blocks; give each stage at least 1 of them"),
         ({"pp": 2, "stages": [2, 2, 2]}, "stages are plan.pp times the chunks of the schedule, .*; leave out pp"),
         ({"pp": 2, "stages": [1, 5], "schedule": "interleaved"}, "stages are plan.pp times the chunks"),

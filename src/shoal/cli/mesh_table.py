@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.jobs.config import Job
+from shoal.jobs.config import Auto, Job
 from shoal.jobs.ranks import ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.mesh import ALONG, AXES, Mesh
@@ -26,6 +26,7 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
     Raises UserError for a plan that does not fit the ranks.
     """
     settled, origins = load_job(job, assignments)
+    settled = replace(settled, auto=Auto())  # nobody is asked, so what is given has to be a whole plan
     plan = spread(settled, origins, max(ranks_here(settled), settled.plan.size))[0].plan
     if as_json:
         mesh = Mesh(plan, 0, plan.size)

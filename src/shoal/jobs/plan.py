@@ -12,6 +12,7 @@ import torch
 
 from shoal.device import any_device, free_memory
 from shoal.jobs.choose import Settled, Sizes, settle, with_plan
+from shoal.jobs.config import Auto
 from shoal.jobs.forecast import Forecast, Largest
 from shoal.jobs.lazy_dynamo import bytes_to_come
 from shoal.jobs.plans import plan_at
@@ -105,7 +106,7 @@ def plan_memory(
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
     sizes = Sizes(max(on_host, job.plan.size), on_host)
-    settled = settle(job, origins, sizes)
+    settled = settle(replace(job, auto=Auto()), origins, sizes)  # nobody is asked: it has to give a whole plan
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
     if process is None:

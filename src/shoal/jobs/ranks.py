@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from typing import Any
 
@@ -65,12 +66,17 @@ def _differing(plan: Plan, other: Plan) -> list[str]:
 
 
 def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
-    """Returns the job for `size` ranks, data parallel unless the plan says otherwise, and its origins.
+    """Returns the job for `size` ranks, data parallel unless the plan says otherwise, and its origins. Where the
+    planner is asked, what is given of a plan may leave other degrees of these ranks to it.
 
     Raises UserError where the plan needs another number of ranks.
     """
-    if "plan.dp" not in origins and job.plan.dp == 1 and size % job.plan.size == 0:
-        job, origins = put(job, origins, "plan", dp=size // job.plan.size)
-    Mesh(job.plan, 0, size)  # refuses a plan that does not fit
+    divides = size % job.plan.size == 0
+    completed = job.auto.wanted and divides
+    if "plan.dp" not in origins and job.plan.dp == 1 and divides:
+        with suppress(UserError) if completed else nullcontext():  # shares are of a dp that the planner finds
+            job, origins = put(job, origins, "plan", dp=size // job.plan.size)
+    if not completed:
+        Mesh(job.plan, 0, size)  # refuses a plan that does not fit
     check_plans(job, size)
     return job, origins

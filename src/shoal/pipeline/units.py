@@ -132,7 +132,8 @@ def check_numbers(numbers: Sequence[int], blocks: int) -> None:
     """Raises UserError unless each stage has some of a model's `blocks`, and together they have all."""
     if sum(numbers) != blocks or min(numbers) < 1:
         raise UserError(
-            f"plan.stages = {list(numbers)}: the model has {blocks} blocks; give each stage at least 1 of them"
+            f"plan.stages = {list(numbers)}: the model has {blocks} blocks; give each stage at least 1 of them, and "
+            f"all of them together ({sum(numbers)} are given)"
         )
 
 
