@@ -139,6 +139,18 @@ def test_trials_hold_for_the_same_question():
     assert len({first, *others}) == 9
 
 
+def test_trials_hold_for_a_run_that_is_to_train_longer(make_job):
+    alone = World.single("cpu")
+
+    def key(**train: object) -> str:
+        job = make_job(schedule=None, warmup=None, **train)
+        settled = settle(replace(job, auto=Auto(True, 3)), {}, alone)
+        return key_of(settled.job, settled.origins, {}, 1)
+
+    assert key(steps=40) == key(steps=400), "warmup follows from the steps"
+    assert key(steps=40, lr=1.0) != key(steps=40)
+
+
 @pytest.mark.fast
 def test_what_a_job_may_say():
     base = {"model": {"name": "gpt"}, "train": {"steps": 1}}

@@ -113,11 +113,12 @@ class Trials:
 
 
 def key_of(job: Job, origins: Origins, pins: Mapping[str, Any], ranks: int) -> str:
-    """Tells apart what is measured: model, data, mathematics but for the microbatch, what is given of the plan,
-    ranks."""
+    """Tells apart what is measured: model, data, mathematics but for the microbatch and what follows from the number of
+    steps, what is given of the plan, ranks."""
     known = {name: dict(table) for name, table in tables(job).items() if name in ("model", "data", "train")}
-    for limit in ("steps", "epochs", "seconds", "microbatch"):
-        known["train"].pop(limit, None)
+    chosen = [key for key in known["train"] if origins.get(f"train.{key}") == "planner"]
+    for key in ("steps", "epochs", "seconds", "microbatch", *chosen):
+        known["train"].pop(key, None)
     if origins.get("train.microbatch") in ("file", "cli"):
         known["train"]["microbatch"] = job.train.microbatch
     content = json.dumps([known, dict(pins), job.auto.measure, job.auto.allow, ranks], sort_keys=True, default=str)
