@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal import Plan
 from shoal.comm.silent import SilentWorld
@@ -33,6 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2},
 }
+PLANS_OF_READY = {"tp 2": {"tp": 2}, "pp 2, dp 2": {"pp": 2, "dp": 2}}
 GLOBAL_BATCH, MICROBATCH, STEPS = 8, 2, 3  # of 20 samples: the third step has 4
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)  # Adam would hide a gradient that is off by a factor
 TOLERANCE = {"fp64": (1e-6, 1e-4), "fp32": (1e-5, 2e-3)}
@@ -49,10 +50,17 @@ class Run:
     end: dict[str, Tensor]
 
 
-def _engine(world: Any, name: str, plan: dict[str, Any]) -> Engine:
+def ready_one(name: str) -> nn.Module:
+    """A module that has values, as of `from_pretrained`: it is not made on fake tensors."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return ZOO[name].factory()
+
+
+def _engine(world: Any, name: str, plan: dict[str, Any], ready: bool = False) -> Engine:
     entry = ZOO[name]
     return Engine(
-        entry.factory,
+        ready_one(name) if ready else entry.factory,
         entry.loss,
         SGD,
         Plan(**plan),
@@ -67,11 +75,11 @@ def _weights(engine: Engine) -> dict[str, Tensor]:
     return gathered(engine, {name: value.detach() for name, value in engine.optimizer.parameters.items()})
 
 
-def under(world: Any, name: str, plan: dict[str, Any]) -> Run | str:
+def under(world: Any, name: str, plan: dict[str, Any], ready: bool = False) -> Run | str:
     """The model under the plan; what Shoal says where it refuses."""
     engine = None
     try:
-        engine = _engine(world, name, plan)
+        engine = _engine(world, name, plan, ready)
         start = _weights(engine)
         losses = [engine.step(batch).loss for batch in engine.batches(ZOO[name].samples(), steps=STEPS)]
         return Run(losses, start, _weights(engine))
@@ -124,12 +132,22 @@ def reference(name: str) -> Run:
 def outcome(name: str, column: str) -> str:
     """Gives `equal`, `refused: ...` or `WRONG: ...`, the same on every rank."""
     plan = PLANS[column]
-    runs = run_ranks(under, Plan(**{**plan, "memory": None}).size, name, plan)
+    return _outcome(name, run_ranks(under, Plan(**{**plan, "memory": None}).size, name, plan), reference(name))
+
+
+def outcome_of_ready(name: str, column: str) -> str:
+    """What `outcome` gives, of a ready module beside the same one on one rank."""
+    plan = PLANS_OF_READY[column]
+    runs = run_ranks(under, Plan(**plan).size, name, plan, True)
+    return _outcome(name, runs, run_ranks(under, 1, name, {}, True)[0])
+
+
+def _outcome(name: str, runs: list[Any], wanted: Run) -> str:
     said = [each for each in runs if isinstance(each, str)]
     if said:
         alike = len(said) == len(runs) and len(set(said)) == 1
         return f"refused: {said[0]}" if alike else f"WRONG: ranks do not say the same: {runs}"
-    return compare(runs[0], reference(name), *TOLERANCE[ZOO[name].dtype])
+    return compare(runs[0], wanted, *TOLERANCE[ZOO[name].dtype])
 
 
 def share(name: str) -> str:
