@@ -68,6 +68,14 @@ def test_a_known_call_gives_what_the_first_did(operation, asked):
     assert plain == first == again and not asked
 
 
+def test_a_parameter_that_is_filled_is_itself(asked):
+    with FakeTensorMode() as fakes, KnownCalls(fakes), torch.no_grad():
+        weight = torch.nn.Parameter(torch.empty(4, 4))
+        weight.uniform_(-1, 1)
+        asked.clear()
+        assert weight.uniform_(-1, 1) is weight and weight.requires_grad and weight._version == 2 and not asked
+
+
 def test_calls_on_other_shapes_are_made(asked):
     with FakeTensorMode() as fakes, KnownCalls(fakes):
         torch.empty(4, 4).exp()

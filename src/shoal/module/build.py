@@ -30,15 +30,8 @@ from shoal.module.blank import Unfilled, on_meta
 from shoal.module.checked import check_shapes, check_trainable
 from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.known_calls import KnownCalls
-from shoal.module.record import (
-    ONE_AT_A_TIME,
-    Record,
-    Unrecordable,
-    conversion_by_data,
-    rejection_sampling_whole,
-    seed_of,
-    storage_of,
-)
+from shoal.module.record import ONE_AT_A_TIME, Record, Unrecordable, seed_of, storage_of
+from shoal.module.recordable import conversion_by_data, rejection_sampling_whole
 
 HIDDEN = "it keeps modules that are not registered"
 """Why a model cannot be made on fake tensors."""
@@ -158,7 +151,7 @@ def _blank(factory: Callable[[], nn.Module]) -> nn.Module:
         with _Copies():
             module = _made(factory())
         code.append(module)
-    if _hides_fakes(module):
+    if _hides_fakes(module, _attributes(module)):
         raise Unrecordable(HIDDEN)
     if all(isinstance(each, FakeTensor) for each in module.parameters()):
         return module
@@ -185,6 +178,7 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
         with (
             nothing_kept_outside(factory) as code,
             mode,
+            KnownCalls(mode),
             record,
             rejection_sampling_whole(record),
             conversion_by_data(),
@@ -192,12 +186,13 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
         ):
             module = _made(factory())
             code.append(module)
-    kept = _kept_tensors(module)
-    if _hides_fakes(module):
+    tensors, attributes = _named_tensors(module), _attributes(module)
+    if _hides_fakes(module, attributes):
         raise Unrecordable(HIDDEN)
+    kept = _with_tensors(tensors, attributes)
     if not all(record.makes(t) for _, t in kept if isinstance(t, FakeTensor)):
         raise Unrecordable("it makes a tensor of the storage of another one, as copy.copy does")
-    names = {storage_of(t): name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
+    names = {storage_of(t): name for name, t in reversed(tensors) if isinstance(t, FakeTensor)}
     sites = record.sites([(name, t) for name, t in kept if isinstance(t, FakeTensor)], names)
     given = [*record.constants(sites), *(t for t in _only(kept) if not isinstance(t, FakeTensor))]
     return Built(module, lambda name, tensor: record.replay(tensor, name, sites, seed), "recorded", given)
@@ -220,17 +215,19 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns parameters, buffers and the tensors in plain attributes, by name."""
-    return [*_named_tensors(module), *((name, leaf) for name, leaf in _attributes(module) if isinstance(leaf, Tensor))]
+    return _with_tensors(_named_tensors(module), _attributes(module))
 
 
-def _hidden(module: nn.Module) -> list[nn.Module]:
-    """Returns the modules in plain attributes (in a list, say) that are not registered anywhere."""
-    registered = set(module.modules())
-    return [leaf for _, leaf in _attributes(module) if isinstance(leaf, nn.Module) and leaf not in registered]
+def _with_tensors(named: list[tuple[str, Tensor]], attributes: list[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+    return [*named, *((name, leaf) for name, leaf in attributes if isinstance(leaf, Tensor))]
 
 
-def _hides_fakes(module: nn.Module) -> bool:
-    return any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden))
+def _hides_fakes(module: nn.Module, attributes: list[tuple[str, Any]]) -> bool:
+    """Returns whether there are fake tensors in modules in plain `attributes` (in a list, say) that are not registered
+    anywhere."""
+    found = [leaf for _, leaf in attributes if isinstance(leaf, nn.Module)]
+    hidden = set(found).difference(module.modules()) if found else ()
+    return any(isinstance(t, FakeTensor) for each in hidden for _, t in _named_tensors(each))
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:

@@ -166,12 +166,14 @@ def _looks(value: Any, given: list[FakeTensor]) -> Any:
 
 
 def _of_one(out: Any, given: Sequence[FakeTensor], before: Sequence[FakeTensor]) -> _Result | None:
-    if type(out) is not FakeTensor or out.layout is not torch.strided or out.constant is not None or out.requires_grad:
+    if type(out) is not FakeTensor or out.layout is not torch.strided or out.constant is not None:
         return None
     all_before = [*given, *before]
     same = next((place for place, each in enumerate(all_before) if each is out), None)
     if same is not None:
         return _Result(same)
+    if out.requires_grad:
+        return None
     storage = out.untyped_storage()._cdata
     inside = [place for place, each in enumerate(all_before) if each.untyped_storage()._cdata == storage]
     if sum(place < len(given) for place in inside) > 1:  # whose it is may differ the next time

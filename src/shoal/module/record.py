@@ -6,15 +6,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,47 +38,6 @@ class Unrecordable(Exception):
 def seed_of(seed: int, name: str) -> int:
     """Returns a 63-bit seed from `seed` and a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
-
-
-@contextmanager
-def rejection_sampling_whole(record: Record | None) -> Iterator[None]:
-    """Makes `nn.init.trunc_normal_` one operation, which is recorded: it looks at the values it drew, which fake
-    tensors do not have."""
-    original = nn.init._no_grad_trunc_normal_
-
-    def stand_in(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(tensor, FakeTensor):
-            return original(tensor, *args, **kwargs)
-        if record is None:
-            return tensor
-        return record.noted(lambda: tensor, original, (tensor, *args), kwargs)
-
-    nn.init._no_grad_trunc_normal_ = stand_in
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
-
-
-@contextmanager
-def conversion_by_data() -> Iterator[None]:
-    """Makes `Module.to` give fake parameters the converted storage, instead of swapping the parameters.
-
-    Swapping fails while a record refers to them.
-    """
-    original = torch.utils.swap_tensors
-
-    def stand_in(one: Tensor, other: Tensor) -> None:
-        if isinstance(one, FakeTensor) and isinstance(other, FakeTensor) and one.device == other.device:
-            one.data = other
-        else:
-            original(one, other)
-
-    torch.utils.swap_tensors = stand_in
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = original
 
 
 @dataclass(frozen=True)
@@ -134,21 +92,26 @@ class Record(TorchDispatchMode):
         self._seed = torch.initial_seed()
         self._outside: set[int] = set()  # storages of views of tensors that existed before
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and telling so at each call takes as long as the call
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return self.noted(lambda: func(*args, **kwargs), func, args, kwargs)
 
     def noted(self, run: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
         """Returns the result of `run`, which is recorded as the call `func(*args, **kwargs)`."""
-        given = _leaves((args, kwargs))
+        given: list[Any] = []
+        inputs: list[_Ref] = []
+        outputs: list[_Ref] = []
+        seen_args, seen_kwargs = _seen(args, given, inputs), _seen(kwargs, given, inputs)
         if torch.initial_seed() != self._seed or any(isinstance(leaf, torch.Generator) for leaf in given):
             raise Unrecordable("it sets a seed or draws from a generator of its own")
         self._seed += 1  # a new seed per operation detects a constructor that restores the generator
         torch.default_generator.manual_seed(self._seed)
-        seen_args, seen_kwargs = _mapped(_seen, (args, kwargs))
-        inputs = _refs((seen_args, seen_kwargs))
         result = run()
-        outputs = _refs(_mapped(_seen, result))
+        _seen(result, [], outputs)
         if inputs or outputs:
             self._alive.append((args, kwargs, result))
             mutated = [
@@ -158,12 +121,13 @@ class Record(TorchDispatchMode):
             ]
             real = [leaf for leaf in given if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
             self._check_outside(func, real, mutated, outputs)
-            for storage in {ref.storage for ref in outputs} | {ref.storage for ref in _refs(mutated)}:
+            written = [leaf for leaf in mutated if isinstance(leaf, _Ref)]
+            for storage in dict.fromkeys(ref.storage for ref in (*outputs, *written)):
                 self._writers[storage].append(len(self._ops))
-            self._ops.append(_Op(func, seen_args, seen_kwargs, inputs, outputs))
+            self._ops.append(_Op(func, seen_args, seen_kwargs, tuple(inputs), tuple(outputs)))
         return result
 
-    def _check_outside(self, func: Any, real: list[Tensor], mutated: list[Any], outputs: tuple[_Ref, ...]) -> None:
+    def _check_outside(self, func: Any, real: list[Tensor], mutated: list[Any], outputs: Sequence[_Ref]) -> None:
         """Raises Unrecordable for a write to a tensor that existed before the factory ran: fake tensors would not carry
         it out. `real`: the tensors that existed before and are given to the operation."""
         if any(
@@ -258,12 +222,18 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return first, int(first + last + 1)
 
 
-def _seen(leaf: Any) -> Any:
-    return _ref(leaf) if isinstance(leaf, FakeTensor) else leaf
-
-
-def _refs(tree: Any) -> tuple[_Ref, ...]:
-    return tuple(leaf for leaf in _leaves(tree) if isinstance(leaf, _Ref))
+def _seen(tree: Any, leaves: list[Any], refs: list[_Ref]) -> Any:
+    """Returns an operation's arguments or results with references in place of fake tensors. Adds their leaves to
+    `leaves`, the references to `refs`."""
+    if type(tree) in (tuple, list):
+        return type(tree)([_seen(each, leaves, refs) for each in tree])
+    if type(tree) is dict:
+        return {key: _seen(each, leaves, refs) for key, each in tree.items()}
+    leaves.append(tree)
+    if not isinstance(tree, FakeTensor):
+        return tree
+    refs.append(_ref(tree))
+    return refs[-1]
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
