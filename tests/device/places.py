@@ -255,6 +255,7 @@ def replace(trees: Mapping[str, ast.Module]) -> None:
         made |= {
             (file, *_key(code)): code for code in _codes(compile(ast.fix_missing_locations(changed), file, "exec"))
         }
+    gc.unfreeze()  # or the functions that a nursery has kept from being collected were not found
     for each in gc.get_objects():
         if type(each) is FunctionType:  # not isinstance, which asks what answers with a warning
             new = made.get((each.__code__.co_filename, *_key(each.__code__)))

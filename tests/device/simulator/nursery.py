@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -44,6 +45,7 @@ def _answers(call: bytes, ranks: int, *rest: Any) -> list[Answer]:
         program, args = pickle.loads(call)  # imported here once, for this and later runs
     except Exception:
         return [(None, [], traceback.format_exc())]
+    gc.freeze()  # a fork that collects would look through all that was imported, and so copy it
     with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
         pipes, processes = [], []
         for rank in range(max(ranks, 1)):
