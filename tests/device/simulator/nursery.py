@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch._dynamo  # what most programs come to import, here once and not in each fork
 
+from shoal.models import GPT, GPTConfig
+from shoal.module.build import build
 from tests.device.simulator import group
 from tests.device.simulator.run import Rank
 
@@ -31,12 +33,21 @@ def serve(descriptor: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     pipe = Connection(descriptor)
+    _warm_up()
     while True:
         try:
             sys.path[:], request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)  # without the seconds that torch takes to end
         pipe.send_bytes(pickle.dumps(_answers(*request)))  # not `send`, which shares the memory of tensors
+
+
+def _warm_up() -> None:
+    """Does what most programs begin with, so that torch has looked up each operation here and not in each fork. Nothing
+    is computed: forks have no threads."""
+    built = build(lambda: GPT(GPTConfig(61, 12, 4, 32, 4)), 0)
+    for name, parameter in built.module.named_parameters():
+        built.value(name, parameter)
 
 
 def _answers(call: bytes, ranks: int, *rest: Any) -> list[Answer]:
