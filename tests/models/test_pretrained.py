@@ -189,6 +189,7 @@ def test_a_ready_model_of_peft_passes(llama):
         ({"rank": 8}, "model.lora.rank is no field"),
         ({"target_module": "x"}, 'Did you mean "target_modules"'),
         (3, "must be a table"),
+        ({"target_parameters": ["experts.down_proj"]}, "sets the parameter anew in each forward.*target_modules"),
     ],
 )
 def test_wrong_adapters_are_explained(lora, message, llama):

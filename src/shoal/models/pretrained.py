@@ -212,7 +212,7 @@ def _peft() -> Any:
 
 
 def check_lora(settings: Mapping[str, Any]) -> None:
-    """Raises UserError for what `peft.LoraConfig` does not take."""
+    """Raises UserError for what `peft.LoraConfig` does not take, and for adapters of single parameters."""
     config = _peft().LoraConfig
     known = [
         name
@@ -222,6 +222,12 @@ def check_lora(settings: Mapping[str, Any]) -> None:
     for key in settings:
         if key not in known:
             raise UserError(f"model.lora.{key} is no field of peft's LoraConfig.{did_you_mean(key, known)}")
+    if settings.get("target_parameters"):
+        raise UserError(
+            f"model.lora.target_parameters = {settings['target_parameters']!r}: such an adapter sets the parameter "
+            "anew in each forward, and weights lie together in chunks here, to which no forward writes. Leave it out, "
+            "and give names of linear layers as target_modules"
+        )
     try:
         config(**settings)
     except (TypeError, ValueError) as error:
