@@ -19,7 +19,7 @@ from shoal.comm import Link as Measured
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.jobs import answer, automatic, gain
-from shoal.jobs.answer import profile_of
+from shoal.jobs.answer import profile_of, task_of
 from shoal.jobs.asking import answer as answered
 from shoal.jobs.asking import asked, keeps_microbatch, stays
 from shoal.jobs.automatic import pinned
@@ -322,3 +322,20 @@ def test_money() -> None:
     for text in ("much", "-5USD", "nanUSD", "infUSD", "1,5", "40_000", "0", "0.0USD", "USD", "", "1e5", "9" * 400):
         with pytest.raises(UserError, match="give an amount above 0 in digits"):
             money(text)
+
+
+def test_a_step_has_no_more_rows_than_there_are(settled: Callable[..., Settled]) -> None:
+    """A batch of all of 97 rows was priced as one of 50,000."""
+    own = settled()
+    there = len(own.data.train)
+    for batch, ranks, rows in ((8, 4, 8), (50_000, 4, there), (50_000, 2 * there, 2 * there), (3, 4, 3)):
+        train = replace(own.job.train, global_batch=batch)
+        asked_of = replace(own, job=replace(own.job, train=train))
+        assert task_of(asked_of, machine(ranks), {"tp": 1, "cp": 1, "ep": 1}).rows == rows
+
+
+def test_a_microbatch_that_no_step_has_is_refused_as_by_the_run(settled: Callable[..., Settled]) -> None:
+    own = settled()
+    train = replace(own.job.train, microbatch=9)
+    with pytest.raises(UserError, match=r"train.microbatch = 9: give 1 to global_batch \(8\) samples"):
+        task_of(replace(own, job=replace(own.job, train=train)), machine(), {})

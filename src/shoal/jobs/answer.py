@@ -148,7 +148,7 @@ def task_of(
     task = Task(
         traced,
         cluster,
-        job.train.global_batch,
+        _rows(settled, devices),
         numbers_of(numbers, optimizer),
         _given(settled, whole),
         settled.total,
@@ -165,13 +165,21 @@ def task_of(
 def ran_together(settled: Settled, world: World, whole: bool) -> None:
     """Has the ranks run a small model, of which `task_of` then knows what it takes there. A collective call. `whole`:
     see there."""
-    rows = settled.job.train.global_batch
-    run_together(world, subject_of(settled), rows, _given(settled, whole), _settings(settled))
+    rows, given = _rows(settled, world.size), _given(settled, whole)
+    run_together(world, subject_of(settled), rows, given, _settings(settled))
+
+
+def _rows(settled: Settled, ranks: int) -> int:
+    """Rows of a step: all that there are where a batch would have more, but one for each rank as far as it has them."""
+    batch = settled.job.train.global_batch
+    return max(min(len(settled.data.train), batch), min(ranks, batch))
 
 
 def _given(settled: Settled, whole: bool) -> int | None:
-    """The microbatch, where it is not the planner's to choose."""
+    """The microbatch, where it is not the planner's to choose. Raises UserError for one that no step has."""
     train = settled.job.train
+    if train.microbatch is not None and not 1 <= train.microbatch <= train.global_batch:
+        raise UserError(f"train.microbatch = {train.microbatch}: give 1 to global_batch ({train.global_batch}) samples")
     return train.microbatch or (train.global_batch if whole else None)
 
 
