@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from shoal import auto_plan
 from shoal.cli.answer import Options, answer_for, money
 from shoal.comm import Link as Measured
+from shoal.comm import World
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.jobs import answer, automatic, gain
@@ -39,6 +42,7 @@ from shoal.planner.profile import profile
 from shoal.precision import precision
 
 GIB = 2**30
+SGD = partial(torch.optim.SGD, lr=0.1)
 MODEL = {"name": "gpt", "layers": 8, "d_model": 32, "heads": 4, "vocab_size": 257}
 TRAIN = {"steps": 4, "global_batch": 8}
 
@@ -254,6 +258,19 @@ def test_a_job_that_goes_by_values_is_data_parallel(settled: Callable[..., Settl
 
 def test_batch_statistics_keep_their_microbatch(settled: Callable[..., Settled]) -> None:
     assert not keeps_microbatch(settled())
+
+
+def test_what_experts_compute_is_not_left_to_the_machine(settled: Callable[..., Settled]) -> None:
+    """How many rows share a microbatch decides what is dropped: the planner chose it, by the machine's speed."""
+    moe = {"experts": 4, "per_token": 2, "capacity_factor": 1.25}
+    alone, job = World.single("cpu"), settled("auto", layers=2, moe=moe)
+    with pytest.raises(UserError, match=r"train.microbatch: the model's experts have a capacity, .*: give one"):
+        automatic.planned(job, alone)
+    given = replace(job, job=replace(job.job, train=replace(job.job.train, microbatch=2)))
+    assert automatic.planned(given, alone, runs=False).job.train.microbatch == 2
+    sample = job.model.prepare_data(job.data.train)[0]
+    with pytest.raises(UserError, match="microbatch: the model's experts have a capacity"):
+        auto_plan(job.model.factory, job.model.loss, SGD, sample, global_batch=8, world=alone, cluster=machine(1))
 
 
 def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_path: Path, capsys: Any) -> None:

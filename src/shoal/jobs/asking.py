@@ -32,6 +32,7 @@ from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task, spoken
 from shoal.planner.untraced import without_trace
 from shoal.precision import precision
+from shoal.training.microbatches import check_routing
 
 
 def answer(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
@@ -120,6 +121,15 @@ def keeps_microbatch(settled: Settled) -> bool:
     """Whether what is computed depends on the size of a microbatch, which then is not the planner's."""
     module = without_values(settled.model.factory)
     return module is None or has_batch_statistics(module)
+
+
+def check_experts(settled: Settled) -> None:
+    """Raises UserError where the microbatch, which the job does not give, decides what experts compute: it would follow
+    the machine."""
+    train, module = settled.job.train, without_values(settled.model.factory)
+    if module is not None:
+        with in_section("train"):
+            check_routing(train.microbatch, module, train.sync_bn)
 
 
 def cluster_of_ranks(

@@ -49,8 +49,9 @@ def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
         if (why := _why_not_searched(settled, world)) is not None:
             return replace(settled, why=why)
     from shoal.jobs.answer import ran_together
-    from shoal.jobs.asking import answer, cluster_of_ranks, keeps_microbatch
+    from shoal.jobs.asking import answer, check_experts, cluster_of_ranks, keeps_microbatch
 
+    check_experts(settled)
     groups = groups_of(world)
     if runs:
         ran_together(settled, world, keeps_microbatch(settled))

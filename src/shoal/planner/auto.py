@@ -40,7 +40,7 @@ from shoal.planner.task import Estimate, Task, spoken
 from shoal.planner.untraced import without_trace
 from shoal.precision import precision as precision_named
 from shoal.training.loss import Loss
-from shoal.training.microbatches import largest_share
+from shoal.training.microbatches import check_routing, largest_share
 
 LOG = logging.getLogger(__name__)
 
@@ -108,11 +108,12 @@ def auto_plan(
 
 
 def _settings(model: Callable[[], nn.Module], microbatch: int | None) -> dict[str, Any]:
-    """What the model's own configuration says of it, where it has one. Raises UserError where it has statistics over a
-    batch, and no microbatch is given."""
+    """What the model's own configuration says of it, where it has one. Raises UserError where no microbatch is given,
+    and it has statistics over a batch or experts that go by it."""
     made = without_values(model)
     if made is None:  # the trace says more
         return {}
+    check_routing(microbatch, made)
     if microbatch is None and has_batch_statistics(made):
         raise UserError(
             "the model has statistics over a batch, so what it computes depends on the microbatch: give microbatch"

@@ -124,12 +124,7 @@ def choose_microbatch(
         raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     if given is not None and not 1 <= given <= global_batch:
         raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
-    if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
-        raise ArgumentError(
-            "microbatch",
-            f": the model's experts have {what}, which is of one microbatch: give one, the same under every plan, and "
-            f"no sync_bn",
-        )
+    check_routing(given, module, sync_bn)
     if sync_bn:
         if given not in (None, whole):
             raise ArgumentError(
@@ -145,6 +140,16 @@ def choose_microbatch(
             "switch on sync_bn for statistics over the global batch",
         )
     return given or part(whole)
+
+
+def check_routing(given: int | None, module: nn.Module, sync_bn: bool = False) -> None:
+    """Raises UserError where which samples share a microbatch decides what experts compute, and that is not `given`."""
+    if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
+        raise ArgumentError(
+            "microbatch",
+            f": the model's experts have {what}, which is of one microbatch: give one, the same under every plan, and "
+            f"no sync_bn",
+        )
 
 
 def no_fixed_cut(given: int | None, sync_bn: bool) -> str:
