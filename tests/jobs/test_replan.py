@@ -251,6 +251,9 @@ def test_only_the_plan_can_be_asked_for():
         plan_assignments(["train.lr=1"])
     with pytest.raises(UserError, match="Did you mean"):
         plan_assignments(["plan.zeros=1"])
+    for asks in ("plan=auto", "plan.measure=3"):
+        with pytest.raises(UserError, match=r"the planner is not asked while a run trains; .* --set plan=auto, which"):
+            plan_assignments([asks])
 
 
 def test_only_what_a_plan_can_have_is_pinned():

@@ -16,6 +16,8 @@ from shoal.jobs.config import SECTIONS, Auto, Job, Origins
 from shoal.plan import AUTO, Plan
 
 _hints = cache(get_type_hints)  # asked for in each generation of an elastic run, while its ranks wait
+ASKS = "name", "measure", "allow"
+"""Keys of [plan] that are no fields of a Plan: they ask the planner."""
 _SPOKEN = {
     int: "a whole number",
     float: "a number",
@@ -146,6 +148,11 @@ def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:
         section, path, value = _assignment(assignment)
         if section != "plan":
             raise UserError(f"--set {assignment}: while a run trains only its plan can change, e.g. --set plan.zero=3")
+        if path[0] in ASKS:
+            raise UserError(
+                f"--set {assignment}: the planner is not asked while a run trains; give fields of a plan, or end the "
+                "run and start it again with --set plan=auto, which goes on from its last checkpoint"
+            )
         value = _nested(fields.get(path[0]), path[1:], value, f"--set {assignment}")
         _check(section, path[0], value, f"--set {assignment}")
         fields[path[0]] = value
@@ -213,7 +220,7 @@ def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
 
 def _check(section: str, key: str, value: Any, where: str) -> None:
     """Raises UserError for an unknown key or a value of another type. The model itself checks `[model]`."""
-    if section == "model" or (section == "plan" and key in ("name", "measure", "allow")):
+    if section == "model" or (section == "plan" and key in ASKS):
         return
     hints = _hints(SECTIONS[section])
     if key not in hints:
