@@ -257,7 +257,7 @@ def test_only_the_plan_can_be_asked_for():
 
 
 def test_only_what_a_plan_can_have_is_pinned():
-    assert plan_pins(["tp=8", "memory.host=1GiB", "zero=3", "zero=1"]) == {
+    assert plan_pins(["tp=8", "memory.host=1GiB", "zero=1"]) == {
         "tp": 8,
         "memory": {"host": "1GiB"},
         "zero": 1,
