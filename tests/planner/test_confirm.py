@@ -209,3 +209,27 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_does() -> None:
     plan, rows = simulate_world(2, answered, pins)[0]
     assert plan.memory == pins["memory"]
     assert all(math.isfinite(loss) for loss in simulate_world(2, trained, plan, rows))
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"tp": 2}, {"optimizer": torch.optim.Adafactor}, "this optimizer looks at whole parameters"),
+    ({"recompute": "selective", "compile": True}, {}, "sees no operations inside compiled blocks"),
+    ({"dp": 2, "pp": 1, "tp": 1, "recompute": "selective", "compile": "aot_eager"}, {}, "sees no operations"),
+]
+
+
+@pytest.mark.parametrize(("pins", "others", "said"), REFUSED, ids=[str(pins) for pins, *_ in REFUSED])
+def test_what_an_engine_refuses_beside_its_optimizer_and_precision_is_no_answer(
+    pins: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
+    """It was answered, and the engine refused it."""
+    with pytest.raises(UserError, match=said):
+        simulate_world(2, with_optimizer, {"dp": 1, **pins}, others)
+
+
+def with_optimizer(world: Any, pins: dict[str, Any], others: dict[str, Any]) -> Plan:
+    """The plan of a model that AdamW trains in fp32, unless `others` say otherwise."""
+    sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
+    make = partial(others.get("optimizer", torch.optim.AdamW), lr=1e-3)
+    given: dict[str, Any] = {"global_batch": 8, "pins": pins, "precision": others.get("precision", "fp32")}
+    return auto_plan(Checkpointed, squares, make, sample, world=world, cluster=TWO, **given)[0]

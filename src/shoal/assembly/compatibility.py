@@ -6,7 +6,7 @@ A model that cannot be cut is refused where that is found out (`parallel`, `pipe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from shoal.errors import UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.named import algorithm
 from shoal.module.batchnorm import has_batch_statistics
-from shoal.optim.groups import needs_whole_parameters
+from shoal.optim.groups import OptimizerFactory, needs_whole_parameters
 from shoal.parallel.tensor import check_placements, check_rules
 from shoal.plan import Plan, option_name, option_parameters
 from shoal.precision import Precision
@@ -29,11 +29,13 @@ FAR = 10**9
 
 @dataclass(frozen=True)
 class Asked:
-    """A plan with a recipe. `options`: of the optimizer's groups."""
+    """A plan with what of a recipe matters to it. `options`: of the optimizer's groups."""
 
     plan: Plan
-    recipe: Recipe
-    options: list[dict[str, Any]]
+    optimizer: OptimizerFactory
+    precision: Precision
+    options: Sequence[Mapping[str, Any]]
+    sync_bn: bool = False
 
     @property
     def cut(self) -> str | None:
@@ -48,12 +50,12 @@ class Asked:
     @property
     def whole_parameters(self) -> bool:
         """Whether the optimizer looks at whole parameters."""
-        return needs_whole_parameters(self.recipe.optimizer, self.options, self.recipe.precision.master)
+        return needs_whole_parameters(self.optimizer, self.options, self.precision.master)
 
 
 CONFLICTS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
     (
-        lambda asked: asked.plan.tp > 1 and asked.recipe.precision.fp8,
+        lambda asked: asked.plan.tp > 1 and asked.precision.fp8,
         'plan.tp > 1 does not go with precision = "fp8" yet: its products take whole matrices',
     ),
     (
@@ -62,19 +64,23 @@ CONFLICTS: tuple[tuple[Callable[[Asked], bool], str], ...] = (
         "take an elementwise one (AdamW, SGD), or plan.dp",
     ),
     (
-        lambda asked: asked.plan.cp > 1 and asked.recipe.sync_bn,
+        lambda asked: asked.plan.cp > 1 and asked.sync_bn,
         "plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch",
     ),
 )
+
+
+def check_conflicts(asked: Asked) -> None:
+    """Raises UserError for the first of `CONFLICTS` that there is."""
+    if (why := next((why for conflicts, why in CONFLICTS if conflicts(asked)), None)) is not None:
+        raise UserError(why.format(asked=asked))
 
 
 def check(plan: Plan, recipe: Recipe, module: nn.Module, options: list[dict[str, Any]]) -> None:
     """Raises UserError for the first of `CONFLICTS` that there is, for rules that name nothing in `module`, for weights
     that a forward changes and that lie elsewhere too, and for gradients that another process has, times a loss
     scale."""
-    asked = Asked(plan, recipe, options)
-    if (why := next((why for conflicts, why in CONFLICTS if conflicts(asked)), None)) is not None:
-        raise UserError(why.format(asked=asked))
+    check_conflicts(Asked(plan, recipe.optimizer, recipe.precision, options, recipe.sync_bn))
     check_rules(module, recipe.tensor_rules or {})
     check_placements(module, plan.placements or {})
     elsewhere = plan.size > 1 or recipe.precision.low or plan.memory is not None
@@ -261,14 +267,6 @@ def check_no_flush(
     if (why := _first(reasons)) is not None:
         raise UserError(
             f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out'
-        )
-
-
-def check_dropout(dropout: str) -> None:
-    """Raises UserError for a way to draw that there is not."""
-    if dropout not in ("keyed", "fused"):
-        raise UserError(
-            f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels'
         )
 
 

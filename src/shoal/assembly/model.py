@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.assembly.arguments import check_alike
-from shoal.assembly.compatibility import check_dropout, check_no_flush, check_recompute
+from shoal.assembly.compatibility import check_no_flush, check_recompute
 from shoal.assembly.ranks import Ranks
 from shoal.assembly.recipe import Recipe
 from shoal.chunks.adopt import check_free
 from shoal.comm import Group
+from shoal.errors import UserError
 from shoal.exchange.hooks import check_hooks, is_hooked
 from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
@@ -155,7 +156,7 @@ def localize(
     without_caches(module)
     if sync_bn:
         synchronise(module, ranks.group("samples", "batchnorm"))
-    check_dropout(dropout)
+    _check_dropout(dropout)
     check_scripted(module, plan.replicas)
     attend = None if parallelized.context is None else parallelized.context.attend
     randomness = Randomness(seed, world.device, parallelized.parts, attend, keyed=dropout == "keyed")
@@ -167,6 +168,14 @@ def localize(
     recompute = _recompute(module, numbered, ranks, axes, randomness)
     cast_at_the_border(module, precision)
     return Local(ranks, model, built, layouts, tuple(axes), parallelized, pipeline, apart, tied, randomness, recompute)
+
+
+def _check_dropout(dropout: str) -> None:
+    """Raises UserError for a way to draw that there is not."""
+    if dropout not in ("keyed", "fused"):
+        raise UserError(
+            f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels'
+        )
 
 
 def _recompute(

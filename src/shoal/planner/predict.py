@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal import units
-from shoal.assembly.compatibility import check_exchange
+from shoal.assembly.compatibility import Asked, check_conflicts, check_exchange, check_no_flush, check_recompute
 from shoal.chunks import budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
@@ -23,6 +24,7 @@ from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.buddy import steps_between
 from shoal.optim.groups import OptimizerFactory, small_optimizer, state_keys
 from shoal.optim.tiers.pager import in_turn
+from shoal.pipeline import schedule_of
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
 from shoal.planner.memory import MemoryNeed, may_stream, memory_need
@@ -92,6 +94,14 @@ class Prediction:
         return f"a dry run counts {units.enough(nbytes)}" if nbytes > most else ""
 
 
+def _check(plan: Plan, optimizer: OptimizerFactory, precision: Precision, recording: Recording) -> None:
+    """Raises UserError for what an engine refuses of a plan beside its optimizer and precision."""
+    check_conflicts(Asked(plan, optimizer, precision, recording.options))
+    check_recompute(plan)
+    if plan.pipelined and not schedule_of(plan, 1).flushes:
+        check_no_flush(plan, precision, nn.Module(), False, False, False)
+
+
 def predict(
     recording: Recording,
     optimizer: OptimizerFactory,
@@ -102,6 +112,7 @@ def predict(
     process: int = 0,
 ) -> Prediction:
     """Predicts the memory of the first rank. Raises UserError, as the engine would, for what does not go together."""
+    _check(plan, optimizer, precision, recording)
     exchange = check_exchange(plan, precision.keep, make=partial(small_optimizer, optimizer, recording.options))
     limit, chunk = _limits(plan, machine)
     together = plan.copy_size if plan.zero else 1
