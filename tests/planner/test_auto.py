@@ -235,6 +235,15 @@ def test_the_plan_of_a_job_is_confirmed_and_pins_hold(settled: Callable[..., Set
         asked(settled({"name": "auto", "dp": 3}), machine())
 
 
+def test_as_many_replicas_are_tried_where_their_number_matters(settled: Callable[..., Settled]) -> None:
+    """DiLoCo on two replicas went on as tensor parallelism, without it, and came back."""
+    dp = {}
+    for exchange in ("allreduce", "diloco"):
+        trials = answered(settled({"name": "auto", "measure": 6, "exchange": exchange}), machine(), True)[2]
+        dp[exchange] = {each["plan"].get("dp", 1) for each in trials["candidates"]}
+    assert dp == {"allreduce": {2, 4}, "diloco": {4}}
+
+
 def going_by_values(settled: Settled) -> Settled:
     """The job of a model whose loss goes on by the values of what the model gives."""
     own = settled.model.loss

@@ -112,6 +112,15 @@ def test_it_is_run_once_while_nothing_changes(monkeypatch):
     assert probe(subject, task, "settings") == first
 
 
+def test_what_other_work_may_have_made_long_is_not_kept(monkeypatch):
+    """A time of a loaded machine was kept for a month."""
+    subject, task = asked(Slow)
+    for seconds, again in ((10.0, True), (10.0, True), (1e-3, True), (1e-3, False)):
+        runs = []
+        monkeypatch.setattr(module, "_run", lambda *_, took=seconds, runs=runs: runs.append(1) or (Ran(2, took, took),))
+        assert probe(subject, task, "settings").probed and bool(runs) == again
+
+
 def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
     monkeypatch.setattr(module, "ENOUGH", 1.0)
 

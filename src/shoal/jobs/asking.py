@@ -22,6 +22,7 @@ from shoal.jobs.trials import Trials, key_of, of_candidates
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import without_values
 from shoal.module.compiling import fuses
+from shoal.plan import option_name
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
@@ -29,7 +30,7 @@ from shoal.planner.pins import check_pins
 from shoal.planner.prepare import Untraced
 from shoal.planner.replicable import as_replicable, not_replicated
 from shoal.planner.search import Search, search
-from shoal.planner.task import Choice, Task, spoken
+from shoal.planner.task import EXACT, Choice, Task, spoken
 from shoal.planner.untraced import without_trace
 from shoal.precision import precision
 from shoal.training.microbatches import check_routing
@@ -102,10 +103,13 @@ def asked(settled: Settled, cluster: Cluster) -> Chosen:
 
 
 def _trials(settled: Settled, chosen: Chosen) -> Trials:
-    """The plan that was chosen, and the next best with its microbatch that hold in a dry run."""
+    """The plan that was chosen, and the next best with its microbatch that hold in a dry run; of replicas that agree in
+    another way than by the mean with as many, since their number decides what is computed."""
     job, task = settled.job, chosen.task
     rows = chosen.settled.job.train.microbatch
     task = replace(task, microbatch=rows or task.microbatch)
+    if option_name(task.pins.get("exchange", EXACT), "exchange") != EXACT:
+        task = replace(task, pins={**task.pins, "dp": chosen.plan.dp})
     plans = [(chosen.plan, chosen.estimate.seconds)]
     for estimate in search(task).best:
         plan = estimate.choice.plan(task.pins)

@@ -37,11 +37,14 @@ def read(key: str) -> dict[str, Any] | None:
 def keep(key: str, value: dict[str, Any]) -> None:
     """Keeps `value`, which has the time "at" which it was made, in place of what was kept under `key`. Where no file
     can be written nothing is kept."""
-    with suppress(OSError, RuntimeError):
-        folder().mkdir(parents=True, exist_ok=True)
-        fresh = folder() / f"machine.json.{os.getpid()}"
-        fresh.write_text(json.dumps({**_all(), key: value}, indent=1), encoding="utf-8")
-        fresh.replace(folder() / "machine.json")
+    _write({**_all(), key: value})
+
+
+def forget(key: str) -> None:
+    """Keeps nothing under `key` any more."""
+    if key in (known := _all()):
+        del known[key]
+        _write(known)
 
 
 def key_of(what: str, device: torch.device, *others: object) -> str:
@@ -61,6 +64,14 @@ def crowding(device: torch.device, on_host: int) -> float:
     """How many threads of the ranks of this host share a core; 1 where each has one of its own, or is not on a core."""
     shared = on_host * threads_of(device, on_host) / (os.cpu_count() or 1)
     return 1.0 if is_accelerator(device) else max(1.0, shared)
+
+
+def _write(known: dict[str, Any]) -> None:
+    with suppress(OSError, RuntimeError):
+        folder().mkdir(parents=True, exist_ok=True)
+        fresh = folder() / f"machine.json.{os.getpid()}"
+        fresh.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        fresh.replace(folder() / "machine.json")
 
 
 def _all() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shoal.module.random import host_draws
 from shoal.native.heap import keep_freed_memory
 from shoal.planner.computing import FORWARD, UNADDED, seconds_of
 from shoal.planner.degrees import Spread
-from shoal.planner.kept import keep, key_of, read, threads_of
+from shoal.planner.kept import forget, keep, key_of, read, threads_of
 from shoal.planner.kept_profiles import name_of
 from shoal.planner.prepare import Subject
 from shoal.planner.task import Probed, Task
@@ -43,6 +43,9 @@ ENOUGH, TIMES = 0.3, 4
 ROUNDS, LONGEST = 6, 2.0
 """Microbatches of so many rows that are timed, and seconds after which no more are begun, but for the first of them:
 the one before, which warms up, may itself take so long."""
+BUSY, SHORT = 20.0, 0.1
+"""How many times longer than counted, and how many seconds, a forward and backward take at most whose time is kept: on
+a machine with other work a model took 80 times as long. Of a short one Python alone may take a large part."""
 
 
 class Ran(NamedTuple):
@@ -76,13 +79,13 @@ def probe(subject: Subject, task: Task, settings: object = None, together: Seque
     rows, threads = _tried(task.rows, task.microbatch), threads_of(CPU, cluster.per_host)
     key_with = partial(_key, subject, rows, threads, settings)
     if shared := together or (_known(key_with(cluster.per_host)) if cluster.per_host > 1 else ()):
-        return replace(task, probed=_factors(shared, task, own.slower))
+        return replace(task, probed=_factors(shared, task, own.slower, key_with(cluster.per_host)))
     ran = _known(key_with(1))
     if ran is None:
         log.info("running the model for a moment to time it, once a month")
         ran = _run(subject, rows, threads, Alone())
         _keep(key_with(1), ran)
-    return replace(task, probed=_factors(ran, task, own.crowd * own.slower))
+    return replace(task, probed=_factors(ran, task, own.crowd * own.slower, key_with(1)))
 
 
 def run_together(
@@ -244,9 +247,9 @@ def _merged(rows: int, every: Sequence[Sequence[Timed]]) -> Ran:
     return Ran(rows, share * whole, (1 - share) * whole)
 
 
-def _factors(ran: Sequence[Ran], task: Task, slower: float) -> tuple[Probed, ...]:
+def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> tuple[Probed, ...]:
     """How many times longer forward and backward took, by rows, than is counted of a device that was `slower` times
-    faster than the task's."""
+    faster than the task's. Where other work may have made it so long, it is not kept under `key` any more."""
     device, found, parts = task.cluster.hosts[0].device, list[Probed](), task.profile.parts
     for each in ran:
         forward, backward = (
@@ -254,6 +257,9 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float) -> tuple[Probed, ...
             for times in (FORWARD, UNADDED)
         )
         found.append((each.rows, each.forward / forward, each.backward / backward))
+        if key is not None and max(SHORT, BUSY * (forward + backward)) < each.forward + each.backward:
+            log.info("the model took %g times what is counted: it is timed again the next time", max(found[-1][1:]))
+            forget(key)
     return tuple(sorted(found))
 
 
