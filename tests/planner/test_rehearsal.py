@@ -66,7 +66,7 @@ REFUSES = ("mixtral", "experts", "tp4")
 CUT_ALWAYS = [
     ("gpt-rotary-dropout", "mesh", "dp2-tp2", "fp32", 3),
     ("mlp-dropout", "stages", "pp2-zb1p", "bf16", 3),
-    ("gpt-deep", "stages", "dp2-pp2-zero2", "fp32", 1),
+    ("lstm-deep", "stages", "recompute", "fp32", 1),
 ]
 CUT_ROWS = sorted(
     {

@@ -24,7 +24,7 @@ from shoal.module.build import without_values
 from shoal.module.compiling import fuses
 from shoal.plan import option_name
 from shoal.planner.cluster import Cluster
-from shoal.planner.degrees import Spread
+from shoal.planner.degrees import FIELDS, Spread
 from shoal.planner.measure import here
 from shoal.planner.pins import check_pins
 from shoal.planner.prepare import Untraced
@@ -109,7 +109,7 @@ def _trials(settled: Settled, chosen: Chosen) -> Trials:
     rows = chosen.settled.job.train.microbatch
     task = replace(task, microbatch=rows or task.microbatch)
     if option_name(task.pins.get("exchange", EXACT), "exchange") != EXACT:
-        task = replace(task, pins={**task.pins, "dp": chosen.plan.dp})
+        task = replace(task, pins={**task.pins, FIELDS["copies"]: chosen.estimate.choice.spread.copies})
     plans = [(chosen.plan, chosen.estimate.seconds)]
     for estimate in search(task).best:
         plan = estimate.choice.plan(task.pins)
