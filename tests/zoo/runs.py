@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -132,22 +133,22 @@ def reference(name: str) -> Run:
 def outcome(name: str, column: str) -> str:
     """Gives `equal`, `refused: ...` or `WRONG: ...`, the same on every rank."""
     plan = PLANS[column]
-    return _outcome(name, run_ranks(under, Plan(**{**plan, "memory": None}).size, name, plan), reference(name))
+    return _outcome(name, run_ranks(under, Plan(**{**plan, "memory": None}).size, name, plan), partial(reference, name))
 
 
 def outcome_of_ready(name: str, column: str) -> str:
     """What `outcome` gives, of a ready module beside the same one on one rank."""
     plan = PLANS_OF_READY[column]
     runs = run_ranks(under, Plan(**plan).size, name, plan, True)
-    return _outcome(name, runs, run_ranks(under, 1, name, {}, True)[0])
+    return _outcome(name, runs, lambda: run_ranks(under, 1, name, {}, True)[0])
 
 
-def _outcome(name: str, runs: list[Any], wanted: Run) -> str:
+def _outcome(name: str, runs: list[Any], wanted: Callable[[], Run]) -> str:
     said = [each for each in runs if isinstance(each, str)]
     if said:
         alike = len(said) == len(runs) and len(set(said)) == 1
         return f"refused: {said[0]}" if alike else f"WRONG: ranks do not say the same: {runs}"
-    return compare(runs[0], wanted, *TOLERANCE[ZOO[name].dtype])
+    return compare(runs[0], wanted(), *TOLERANCE[ZOO[name].dtype])
 
 
 def share(name: str) -> str:

@@ -16,7 +16,7 @@ from shoal.chunks.chunk import Chunk
 from shoal.chunks.spec import Slot
 from shoal.chunks.weakly import is_weak
 from shoal.errors import UserError
-from shoal.module.record import span_of, storage_of
+from shoal.module.record import has_values, span_of, storage_of
 from shoal.precision import Precision
 
 _adopted: MutableMapping[Tensor, weakref.ref[Chunk]] = WeakTensorKeyDictionary()
@@ -47,7 +47,7 @@ def check_free(module: nn.Module) -> None:
 
 def _is_blank(tensor: Tensor) -> bool:
     """Whether a tensor has one value for all its elements, which is not finite (see gather)."""
-    real = tensor.layout == torch.strided and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    real = tensor.layout == torch.strided and has_values(tensor)
     return real and tensor.numel() > 1 and not any(tensor.stride()) and not bool(tensor.isfinite().any())
 
 

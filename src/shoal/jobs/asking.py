@@ -130,8 +130,10 @@ def keeps_microbatch(settled: Settled) -> bool:
 def check_experts(settled: Settled) -> None:
     """Raises UserError where the microbatch, which the job does not give, decides what experts compute: it would follow
     the machine."""
-    train, module = settled.job.train, without_values(settled.model.factory)
-    if module is not None:
+    train = settled.job.train
+    if train.microbatch is not None and not train.sync_bn:
+        return  # nothing to look for in the model
+    if (module := without_values(settled.model.factory)) is not None:
         with in_section("train"):
             check_routing(train.microbatch, module, train.sync_bn)
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
-from shoal.module.record import storage_of
+from shoal.module.record import has_values, storage_of
 
 
 class Kept:
@@ -36,7 +35,7 @@ class Kept:
     def now(self) -> dict[str, Tensor]:
         """The tensors by name, as far as they still are tensors, but for those of other stages, without values."""
         places = [(name, table.get(key)) for name, (table, key) in self._places.items()]
-        return {name: kept for name, kept in places if isinstance(kept, Tensor) and not _without_values(kept)}
+        return {name: kept for name, kept in places if isinstance(kept, Tensor) and has_values(kept)}
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """What the tensors look like now: shape, dtype and two numbers."""
@@ -52,10 +51,6 @@ class Kept:
                     "it: each replica would go on with another one. Keep it in a buffer (self.register_buffer), on "
                     "which replicas agree, or take plan.dp = 1"
                 )
-
-
-def _without_values(tensor: Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def number_of(tensor: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+
+from shoal.module.record import has_values
 
 OTHERS = {*sys.stdlib_module_names, "torch", "shoal"}
 """Packages whose code keeps no such tensors."""
@@ -85,5 +86,5 @@ def _drop(value: Any) -> None:
 
 def _has_no_values(value: Any) -> bool:
     return isinstance(value, Tensor | tuple | list | dict) and any(
-        isinstance(each, Tensor) and (isinstance(each, FakeTensor) or each.is_meta) for each in tree_leaves(value)
+        isinstance(each, Tensor) and not has_values(each) for each in tree_leaves(value)
     )

@@ -210,6 +210,11 @@ def _ref(tensor: Tensor) -> _Ref:
     return _Ref(storage_of(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither fake nor on the meta device."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def storage_of(tensor: Tensor) -> int:
     """Returns the key under which a record knows the storage of `tensor`."""
     return tensor.untyped_storage()._cdata

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.module.build import Built
+from shoal.module.record import has_values
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.graph.confirm import Unit, differs
 from shoal.parallel.tensor.graph.dims import Atom, Dim, leaves, mask, resolve, stretches
@@ -44,7 +45,7 @@ def found_in(
     """
     mode = fake_mode(module)
     # a model that was built on the CPU has real buffers, which forwards write to
-    real = [(each, each.clone()) for each in module.buffers() if not isinstance(each, FakeTensor) and not each.is_meta]
+    real = [(each, each.clone()) for each in module.buffers() if has_values(each)]
     found = [
         _cut_of(trace, mode, ranks, stays_whole, region, wanted, _used_outside(trace.calls[0].module, module))
         for trace in traces_of("", module, mode)
