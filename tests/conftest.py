@@ -4,8 +4,10 @@ room."""
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 
+from shoal.launch.fork_server import ForkServer
 from tests.cpu import Meter
 from tests.leftovers import SharedMemory, end_processes
 from tests.pool import end_ranks
@@ -61,6 +64,24 @@ def nothing_left_behind() -> Iterator[None]:
     end_ranks()
     left = end_processes() + shared_memory.left()
     assert not left, "the tests left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Has imported what a rank of a job does, which takes two to three seconds."""
+    log = tmp_path_factory.mktemp("forks") / "log"
+    server = ForkServer(["-m", "shoal.jobs"], {**os.environ, "SHOAL_LAUNCHER": str(os.getpid())}, log)
+    while not server.ready:
+        assert server.lives, log.read_text()
+        time.sleep(0.05)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked(forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that a test launches in this process are forked from one server, and not each time from another."""
+    monkeypatch.setattr("shoal.launch.local.imported_once", lambda *_: nullcontext(forks))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

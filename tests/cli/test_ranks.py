@@ -50,6 +50,7 @@ def train_here(job_file: Path, *sets: str) -> None:
         train(job, origins, World.single("cpu"))
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_train_and_one_goes_on(shoal, job_file, tmp_path):
     train_here(job_file, f"run.dir={tmp_path / 'whole'}")
     first = shoal("train", job_file, "--nproc", 2, "--set", "train.steps=3")
@@ -82,7 +83,7 @@ def test_a_signal_that_reaches_a_rank_alone_ends_the_run_with_its_code(start, jo
     process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=0")
     wait_for_step(process, tmp_path / "run", 5)
     ranks = psutil.Process(process.pid).children()
-    next(rank for rank in ranks if rank.environ().get("SHOAL_RANK") == "1").send_signal(signal.SIGTERM)
+    next(rank for rank in ranks if rank.name() == "shoal-rank1").send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
     assert read_metrics(tmp_path / "run" / "metrics.jsonl").end.reason == "stopped by SIGTERM"  # type: ignore[union-attr]
     (row,) = checkpoint.listing(tmp_path / "run" / "checkpoints")
@@ -123,7 +124,7 @@ def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_until_a_rank_d
 
     again = start("train", job_file, "--nproc", 2, *endless)
     wait_for_step(again, run_dir, seen + 3)
-    dying = next(rank for rank in psutil.Process(again.pid).children() if rank.environ().get("SHOAL_RANK") == "1")
+    dying = next(rank for rank in psutil.Process(again.pid).children() if rank.name() == "shoal-rank1")
     dying.kill()
     _, err = again.communicate(timeout=30)
     assert again.returncode == 4
@@ -149,6 +150,7 @@ def test_a_last_checkpoint_that_does_not_fit_the_disk_ends_with_code_5(job_file,
     assert done.stdout.count("warning: saving the checkpoint of step") == 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_runs_on_ranks_with_its_arguments(shoal, job_file, tmp_path):
     answer = shoal(
         "run",
@@ -185,6 +187,7 @@ for batch in engine.batches(data, epochs=1):
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_shape_error_of_a_script_shows_the_scripts_own_lines(shoal, tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_SHAPE)
@@ -197,6 +200,7 @@ def test_a_shape_error_of_a_script_shows_the_scripts_own_lines(shoal, tmp_path):
     assert answer.err.count("Traceback") == 1, "once for all ranks"
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_doctor_brings_two_ranks_together(shoal, monkeypatch):
     monkeypatch.setattr(peak, "PEAK_SECONDS", 0.0)
     monkeypatch.setattr(peak, "CPU_SIZE", 64)

@@ -7,15 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shoal.launch import process
-from shoal.launch.fork_server import ForkServer
 from shoal.report.metrics import read_metrics
 from tests.cli.conftest import JOB
 
@@ -24,25 +20,6 @@ TRAIN = [*SHOAL, "train", "job.toml"]
 RANKS = 3
 LONG = ["--set", "train.steps=600", "--set", "run.save_every=0"]
 """A job that takes seconds, to be interrupted."""
-
-
-@pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Has imported torch, which takes each rank that is started two seconds."""
-    log = tmp_path_factory.mktemp("forks") / "log"
-    server = ForkServer([__file__], {**os.environ, "SHOAL_LAUNCHER": str(os.getpid())}, log)
-    while not server.ready:
-        assert server.lives, log.read_text()
-        time.sleep(0.05)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def others_are_forked(forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ranks that a test launches in this process, rank 0 is started as it is for a user and the others are
-    forked; tests/launch/test_fork_server.py shows that they are alike."""
-    monkeypatch.setattr(process, "RankProcess", partial(process.RankProcess, forks=forks))
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,7 @@ def test_a_script_made_for_torchrun_runs_and_modules_do(script, tmp_path: Path, 
     assert capfd.readouterr().out == "3.0 ['x']\n"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_raises_is_shown_first_and_the_others_are_ended(script, capfd, tmp_path) -> None:
     spoken = str(tmp_path / "spoken")  # by the first rank, before the other one raises
     program = script(
@@ -87,6 +88,7 @@ def test_a_rank_that_raises_is_shown_first_and_the_others_are_ended(script, capf
     assert "launch/rank.py" not in err and "runpy" not in err
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_rank_at_fault_goes_before_those_that_lost_it(script, capfd) -> None:
     program = script(
         "import torch, signal, shoal.launch\n"
@@ -106,17 +108,20 @@ def test_the_rank_at_fault_goes_before_those_that_lost_it(script, capfd) -> None
     assert lines[-1].startswith("rank 0: lost its peer: ")
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_exit_code_of_a_rank_is_that_of_the_run(script, capfd) -> None:
     assert launch(script("if rank == 1:\n    os._exit(7)\n"), 2) == 7
     assert "rank 1 on host" in (err := capfd.readouterr().err) and "ended with exit code 7" in err
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_user_s_mistake_is_its_message_alone_and_said_once(script, capfd) -> None:
     program = script("from shoal.errors import UserError\nraise UserError('the corpus is empty: name another')\n")
     assert launch(program, 2) == 2
     assert capfd.readouterr().err == "error: the corpus is empty: name another\n"
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_of_the_factory_is_shown_once(script, capfd) -> None:
     """Not once a rank, nor once for each way in which the engine tries to build the model."""
     program = script(
@@ -128,6 +133,7 @@ def test_an_error_of_the_factory_is_shown_once(script, capfd) -> None:
     assert said.count("KeyError: 'my own'") == 1 and said.count("Traceback") == 1 and "every rank failed" in said
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_leaves_is_named_also_where_its_process_takes_long_to_end(script, capfd) -> None:
     program = script(
         "import atexit\n"
@@ -140,6 +146,7 @@ def test_a_rank_that_leaves_is_named_also_where_its_process_takes_long_to_end(sc
     assert said.startswith("error: rank 1 on host ") and "ended with exit code 0 while the others" in said
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failed_rank_stuck_in_its_exit_handlers_does_not_hold_the_run(script, capfd, monkeypatch) -> None:
     monkeypatch.setattr(process, "PEER_GRACE", 0.2)
     program = script("import atexit\natexit.register(time.sleep, 600)\nraise KeyError('stuck')\n")
@@ -147,6 +154,7 @@ def test_a_failed_rank_stuck_in_its_exit_handlers_does_not_hold_the_run(script, 
     assert "KeyError: 'stuck'" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_a_rank_started_ends_with_it(script, tmp_path: Path) -> None:
     program = script(
         f"import subprocess\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
@@ -228,6 +236,15 @@ def test_sigterm_ends_the_run(sleeping_run) -> None:
     assert launcher.returncode == 128 + signal.SIGTERM and gone(pids)
 
 
+def test_a_signal_before_there_are_ranks_ends_the_launcher(script) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "2", *script("")], stderr=subprocess.PIPE)
+    wait_until(lambda: psutil.Process(launcher.pid).children() or launcher.poll() is not None)
+    (forks,) = psutil.Process(launcher.pid).children()
+    launcher.send_signal(signal.SIGINT)
+    assert (launcher.wait(60), launcher.stderr.read()) == (128 + signal.SIGINT, b"")
+    assert gone([forks.pid])
+
+
 def test_a_second_sigterm_leaves_the_ranks_their_time(tmp_path, script) -> None:
     program = script(
         "import signal\n"
@@ -293,7 +310,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("busy", BUSY.values(), ids=BUSY)
-@pytest.mark.usefixtures("others_are_forked")
+@pytest.mark.usefixtures("forked")
 @pytest.mark.alone
 def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, capfd) -> None:
     program = script(
@@ -313,7 +330,7 @@ def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, cap
     assert seconds < 3  # 2 where a rank has a core of its own
 
 
-@pytest.mark.usefixtures("others_are_forked")
+@pytest.mark.usefixtures("forked")
 @pytest.mark.alone
 def test_a_stall_of_rank_0_is_seen_where_the_ranks_were_started(script, capfd) -> None:
     """The output of the ranks that wait goes to files."""

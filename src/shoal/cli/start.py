@@ -51,7 +51,7 @@ def start_job(path: Path, assignments: Sequence[str], roles: str | None = None) 
 
         return run(str(path), list(assignments))
     refuse_if_taken(Path(job.run.dir))
-    print(f"starting {_spoken(counts) or f'{nproc} ranks'}, of which each imports torch", flush=True)
+    print(f"starting {_spoken(counts) or f'{nproc} ranks'}: importing torch", flush=True)
     program = ["-m", "shoal.jobs", str(path), *assignments]
     if "ps" in counts:
         restarts = RESTARTS if job.server.restarts is None else job.server.restarts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from shoal.jobs.imports import imports
@@ -11,7 +12,7 @@ with imports():
     from rich.panel import Panel
     from rich.text import Text
 
-    from shoal.elastic.control import control
+    from shoal.elastic.control import CALLED, call_this, control
     from shoal.jobs.attempt import Outcome
     from shoal.jobs.evaluator import follow
     from shoal.jobs.live import LiveRank
@@ -19,6 +20,7 @@ with imports():
     from shoal.jobs.served.follow import follow as follow_first
     from shoal.jobs.served.serve import serve
     from shoal.jobs.served.worker import work
+    from shoal.jobs.status import rank_in
     from shoal.jobs.train import train
     from shoal.jobs.underway import tell_what_is_under_way
     from shoal.launch import discover
@@ -69,6 +71,8 @@ def tell(outcome: Outcome) -> None:
 
 
 if __name__ == "__main__":
+    if (rank := rank_in(os.environ)) is not None:
+        call_this(f"{CALLED}{rank}")  # the environment that others see of a process is that of what it was forked from
     code, place = run(sys.argv[1], sys.argv[2:]), discover()
     if control() is None and (place.rank == 0 or place.servers or place.serves is not None):
         sys.exit(code)  # a signal may have reached this process alone, of which the launcher says nothing then

@@ -19,10 +19,13 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from shoal.device import accelerators
 
 SOCKET = "SHOAL_FORK_SERVER"
 """The descriptor of a fork server's end of the line to its launcher."""
@@ -31,6 +34,7 @@ NAME = "shoal-forks"
 this name."""
 PATIENCE = 10.0
 """Seconds that a fork may take."""
+_POLL = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 LENGTH, PID = struct.Struct("!Q"), struct.Struct("!q")
 READY = b"r"
@@ -99,11 +103,11 @@ class ForkServer:
         return self._ready and self.lives
 
     def fork(
-        self, program: Sequence[str], variables: Mapping[str, str], output: int, given: Mapping[str, int]
+        self, program: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], given: Mapping[str, int]
     ) -> Forked:
         """Starts a rank: `program`, in a session of its own.
 
-        variables: all that it has. output: the descriptor for its stdout and stderr. given: descriptors that it has
+        variables: all that it has. outputs: the descriptors for its stdout and stderr. given: descriptors that it has
         besides, by the variable that tells it their numbers. Raises OSError where that fails, and the fork server is
         closed.
         """
@@ -112,7 +116,7 @@ class ForkServer:
         try:
             data = LENGTH.pack(len(request)) + request
             with _adopting():
-                sent = socket.send_fds(self._line, [data], [output, *given.values()])
+                sent = socket.send_fds(self._line, [data], [*outputs, *given.values()])
                 self._line.sendall(data[sent:])
                 (pid,) = PID.unpack(receive(self._line, PID.size))
             if pid < 0:
@@ -132,6 +136,29 @@ class ForkServer:
 def available() -> bool:
     """Returns whether this system has what a fork server needs."""
     return sys.platform == "linux"
+
+
+@contextmanager
+def imported_once(
+    program: Sequence[str], ranks: int, variables: Mapping[str, str], log: Path, received: Sequence[int]
+) -> Iterator[ForkServer | None]:
+    """Context with a fork server that has imported all, for so many `ranks` with these `variables` at least. None where
+    each is to import for itself: a single one, on a host with accelerators, whose drivers need not outlive a fork, or
+    where the fork server fails: what is wrong the ranks say themselves. Waits no longer once a signal is `received`."""
+    if not available() or ranks == 1 or accelerators():
+        yield None
+        return
+    try:
+        server = ForkServer(program, {**variables, "SHOAL_LAUNCHER": str(os.getpid())}, log)
+    except OSError:
+        yield None
+        return
+    try:
+        while server.lives and not server.ready and not received:
+            time.sleep(_POLL)
+        yield server if server.ready else None
+    finally:
+        server.close()
 
 
 @contextmanager

@@ -5,7 +5,9 @@ python -m shoal.launch.forks PROGRAM
 
 from __future__ import annotations
 
-import importlib
+import gc
+import importlib.util
+import io
 import json
 import os
 import signal
@@ -30,7 +32,8 @@ def main() -> None:
     line = socket.socket(fileno=int(os.environ.pop(SOCKET)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
     own = _name_of_process(NAME)
-    importlib.import_module(f"{sys.argv[2]}.__main__" if sys.argv[1] == "-m" else "torch")
+    _import_for(sys.argv[1:])
+    gc.freeze()  # or the first collection of each rank would copy all that they share
     line.sendall(READY)
     while True:
         try:
@@ -48,6 +51,19 @@ def main() -> None:
     line.close()
     _become(request, descriptors, own)
     rank.main()
+
+
+def _import_for(program: Sequence[str]) -> None:
+    """Imports what all ranks of `program` do: of a script or module of a user, whose imports may depend on the rank,
+    torch alone."""
+    if program[0] != "-m" or program[1].partition(".")[0] != "shoal":
+        importlib.import_module("torch")
+        return
+    spec = importlib.util.find_spec(program[1])
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    main = f"{program[1]}.__main__" if is_package else program[1]
+    importlib.import_module(main)
+    del sys.modules[main]  # a rank runs it as `__main__`, and runpy warns of one that is there already
 
 
 def _forks(line: socket.socket, launcher: int) -> bool:
@@ -81,10 +97,12 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], name: str) -
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _name_of_process(name)
-    output, *given = descriptors
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    os.close(output)
+    stdout, stderr, *given = descriptors
+    for own, standard in ((stdout, 1), (stderr, 2)):
+        os.dup2(own, standard)
+        os.close(own)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
     numbers = {variable: str(number) for variable, number in zip(request["given"], given, strict=True)}
     os.environ.clear()
     os.environ.update(request["variables"] | numbers)

@@ -4,8 +4,9 @@
                                  +-- rank 1   output kept in a file, shown if it fails
                                  ...          each in a session of its own, killed by the kernel if the launcher dies
 
-When a rank fails, the others get a moment to notice the closed connections, then are ended. The rank at fault is shown
-first.
+Ranks that compute on cores are forked from a process that has imported torch once for all of them
+(`fork_server.imported_once`). When a rank fails, the others get a moment to notice the closed connections, then are
+ended. The rank at fault is shown first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from types import FrameType
 
 from shoal.comm.secret import VARIABLE, new_secret
 from shoal.errors import CheckpointError, UserError
-from shoal.launch.process import POLL, Seats, Team
+from shoal.launch.fork_server import imported_once
+from shoal.launch.process import POLL, Seats, Team, library_variables, make_logs
 from shoal.launch.scratch import scratch
 from shoal.launch.store import serve_on
 from shoal.launch.verdict import verdict
@@ -51,15 +53,20 @@ def launch(
     for another exception, its own if it exited, 4 if a signal killed it. It is 128 + n if this process got signal n,
     unless the checkpoint that the ranks then write failed.
 
-    Raises UserError if `program` does not exist, LaunchError if a rank cannot be started.
+    Raises UserError if `program` does not exist or `run_dir` cannot be written, LaunchError if a rank cannot be
+    started.
     """
     _check(program, nproc)
     server = serve_on("127.0.0.1")
     seats = Seats(0, nproc, nproc, ("127.0.0.1", server.port))
     variables = {**os.environ, **(env or {}), VARIABLE: new_secret()}
+    variables |= library_variables(variables, nproc, threads)
     with scratch("run") as folder, signals() as received:
-        logs = (run_dir or folder) / "logs"
-        team = Team(program, seats, folder, logs, env=variables, threads=threads)
+        logs = make_logs((run_dir or folder) / "logs")
+        with imported_once(program, nproc, variables, folder / "forks.log", received) as forks:
+            if received:
+                return 128 + received[0]
+            team = Team(program, seats, folder, logs, variables, forks)
         try:
             _watch(team, received)
         finally:

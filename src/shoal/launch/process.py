@@ -88,12 +88,11 @@ class Team:
     """The ranks of `seats` on this host, which run `program` (see `local.launch`).
 
     folder: for their reports of failures.
-    logs: the folder for the output of all ranks but rank 0, which has the terminal. `prefix`: before a log's name.
-    env: their variables, beside those of their places. `each`: those of single ones, by local rank.
-    threads: OMP_NUM_THREADS of a rank; by default the environment's, or else the cores divided evenly.
+    logs: the folder for the output of all ranks but rank 0, which has the terminal.
+    variables: those that they have beside those of their places.
+    forks: what they are forked from; None, and once it fails, starts new interpreters.
 
-    Raises LaunchError where one cannot be started; the others are ended. Raises UserError where `logs` cannot be
-    written.
+    Raises LaunchError where one cannot be started; the others are ended.
     """
 
     def __init__(
@@ -102,22 +101,17 @@ class Team:
         seats: Seats,
         folder: Path,
         logs: Path,
-        *,
-        env: Mapping[str, str],
-        each: Mapping[int, Mapping[str, str]] | None = None,
-        threads: int | None = None,
-        prefix: str = "",
+        variables: Mapping[str, str],
+        forks: ForkServer | None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self._failed: set[int] = set()
-        make_logs(logs)
         try:
             for local_rank in range(seats.here):
-                variables = {**env, **seats.variables(local_rank, folder), **(each or {}).get(local_rank, {})}
-                variables.update(library_variables(variables, seats.here, threads))
+                own = {**variables, **seats.variables(local_rank, folder)}
                 rank = seats.first + local_rank
-                log = logs / f"{prefix}rank{rank}.log" if rank else None
-                self.ranks.append(RankProcess(rank, program, variables, log))
+                log = logs / f"rank{rank}.log" if rank else None
+                self.ranks.append(_started(rank, program, own, log, forks))
         except OSError as error:
             self.end()
             raise LaunchError(
@@ -167,7 +161,7 @@ class RankProcess:
 
     variables: all that it has. log: the file for its output; None where it has the terminal.
     descriptors: what else it is given, by the variable that tells their number.
-    forks: what it is forked from, if it has a log; None starts a new interpreter.
+    forks: what it is forked from; None starts a new interpreter.
     """
 
     def __init__(
@@ -185,8 +179,9 @@ class RankProcess:
         self.stopped = False
         with open(log or os.devnull, "wb") as output, _terminal() as terminal:
             given = {"SHOAL_TERMINAL": terminal, **(descriptors or {})}
-            if forks is not None and log is not None:
-                self.process: subprocess.Popen[bytes] | Forked = forks.fork(program, variables, output.fileno(), given)
+            if forks is not None:
+                outputs = (output.fileno(), output.fileno()) if log else (1, 2)
+                self.process: subprocess.Popen[bytes] | Forked = forks.fork(program, variables, outputs, given)
                 return
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "shoal.launch.rank", *program],
@@ -249,6 +244,15 @@ class RankProcess:
         if failure is None and end is not None and (stopped or code == 0):
             code, seconds, stopped = 0, end, False
         return Ending(self.rank, socket.gethostname(), code, seconds, stopped, failure, self.log)
+
+
+def _started(
+    rank: int, program: list[str], variables: Mapping[str, str], log: Path | None, forks: ForkServer | None
+) -> RankProcess:
+    if forks is not None and forks.lives:
+        with suppress(OSError):  # then it has been closed
+            return RankProcess(rank, program, variables, log, forks=forks)
+    return RankProcess(rank, program, variables, log)
 
 
 @contextmanager
