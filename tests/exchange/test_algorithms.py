@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import UserError
+from shoal import Plan, UserError
+from shoal.assembly.compatibility import check_exchange
 from shoal.comm.simulation import simulate_world
-from shoal.exchange import algorithm
 from shoal.exchange.named import ALGORITHMS
+from shoal.optim.groups import small_optimizer
 from tests.exchange.teacher import ADAMW, SGD, Trace, train
 from tests.parity.covering import in_turn, thinned
 from tests.pool import run_ranks
@@ -134,13 +135,13 @@ def test_codec_and_error_feedback_are_parameters():
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(option, says):
+    """Before anything is attached: whoever asks the planner hears it too."""
     with pytest.raises(UserError) as caught:
-        algorithm(option)
-        simulate_world(3, train, option, 1)
+        check_exchange(Plan(dp=3, exchange=option), "whole")
     assert says in str(caught.value).replace("Did", "did")
 
 
 @pytest.mark.parametrize("name", ["qadam", "onebit_adam"])
 def test_compressed_momentum_needs_adam(name):
     with pytest.raises(UserError, match="needs Adam or AdamW, the optimizer is SGD"):
-        simulate_world(2, train, name, 1, SGD)
+        check_exchange(Plan(dp=2, exchange=name), "whole", make=partial(small_optimizer, SGD, [{}]))

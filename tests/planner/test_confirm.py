@@ -77,6 +77,14 @@ class Checkpointed(Twice):
         return self.blocks[first + 1](self.blocks[first](inputs))
 
 
+class Tied(Checkpointed):
+    """Its first block and its last one share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3][0].weight = self.blocks[0][0].weight
+
+
 class Masked(Checkpointed):
     """Puts a parameter, and a row of features, where a mask says so, as SpecAugment and models with images do."""
 
@@ -215,6 +223,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tp": 2}, {"optimizer": torch.optim.Adafactor}, "this optimizer looks at whole parameters"),
     ({"recompute": "selective", "compile": True}, {}, "sees no operations inside compiled blocks"),
     ({"dp": 2, "pp": 1, "tp": 1, "recompute": "selective", "compile": "aot_eager"}, {}, "sees no operations"),
+    ({"pp": 2, "schedule": "pipedream"}, {"model": Tied}, "some of them share weights"),
 ]
 
 
@@ -232,4 +241,4 @@ def with_optimizer(world: Any, pins: dict[str, Any], others: dict[str, Any]) -> 
     sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
     make = partial(others.get("optimizer", torch.optim.AdamW), lr=1e-3)
     given: dict[str, Any] = {"global_batch": 8, "pins": pins, "precision": others.get("precision", "fp32")}
-    return auto_plan(Checkpointed, squares, make, sample, world=world, cluster=TWO, **given)[0]
+    return auto_plan(others.get("model", Checkpointed), squares, make, sample, world=world, cluster=TWO, **given)[0]

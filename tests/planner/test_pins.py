@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,10 @@ def test_an_exchange_that_is_pinned_goes_with_what_is_found() -> None:
     for pins in ({"exchange": "diloco"}, {"exchange": "diloco", "tp": 2}):
         found = search(task(pins=pins)).best
         assert {(each.choice.zero, each.choice.spread.stages, each.choice.offload) for each in found} == {(0, 1, None)}
+    asked = task(pins={"exchange": {"name": "islands", "ranks": 3}}, rows=24, on=cluster(1, 6))
+    assert {each.choice.spread.replicas % 3 for each in search(asked).best} == {0}
+    with pytest.raises(UserError, match="islands of 3 ranks do not divide 8"):
+        search(task(pins={**asked.pins, "dp": 8}))
     said = '"diloco" does not go with plan.zero = 2: its replicas train apart.*Leave out one of these$'
     with pytest.raises(UserError, match=said):
         search(task(pins={"exchange": "diloco", "zero": 2}))
@@ -161,6 +166,15 @@ def test_an_exchange_that_goes_by_the_optimizer_does_so_where_it_is_asked(kind: 
     small = partial(small_optimizer, partial(kind, lr=0.1), [{}])
     found = search(task(pins={"exchange": "adasum"}, optimizer=small)).best
     assert {each.choice.zero for each in found} == zero
+
+
+def test_replicas_that_train_apart_are_several() -> None:
+    """One alone is faster, as it sends nothing between hosts."""
+    asked = task(pins={"exchange": {"name": "local_sgd", "every": 1}}, on=cluster(1, 2, inside=1e6))
+    assert search(replace(asked, pins={})).best[0].choice.spread.copies == 1
+    assert {each.choice.spread.copies for each in search(asked).best} == {2}
+    with pytest.raises(UserError, match=r"of which there are two at least; leave out exchange"):
+        search(replace(asked, pins={**asked.pins, "tp": 2}))
 
 
 def test_room_is_looked_for_where_a_pinned_exchange_goes() -> None:

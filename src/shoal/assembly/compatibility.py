@@ -17,7 +17,6 @@ from shoal.assembly.recipe import Recipe
 from shoal.errors import UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.named import algorithm
-from shoal.module.batchnorm import has_batch_statistics
 from shoal.optim.groups import OptimizerFactory, needs_whole_parameters
 from shoal.parallel.tensor import check_placements, check_rules
 from shoal.plan import Plan, option_name, option_parameters
@@ -234,6 +233,7 @@ def check_exchange(
     chosen = algorithm(plan.exchange)
     if make is not None:
         chosen.suits(make)
+    chosen.check_ranks(plan.replicas)
     asked = Exchange(plan, chosen, keep, clip_value, moves_biases)
     if (why := next((why for conflicts, why in EXCHANGES if conflicts(asked)), None)) is not None:
         raise UserError(why.format(asked=asked))
@@ -246,11 +246,11 @@ def _first(reasons: Mapping[str, Any]) -> str | None:
 
 
 def check_no_flush(
-    plan: Plan, precision: Precision, module: nn.Module, sync_bn: bool, moves_biases: bool, tied: bool
+    plan: Plan, precision: Precision, statistics: bool, sync_bn: bool, moves_biases: bool, tied: bool
 ) -> None:
     """Raises UserError for what does not go with a schedule without a flush.
 
-    `moves_biases`: routers balance by a bias. `tied`: stages share weights.
+    `statistics`: the model has BatchNorm. `moves_biases`: routers balance by a bias. `tied`: stages share weights.
     """
     name = option_name(plan.schedule, "schedule")
     each = name == "pipedream"
@@ -259,7 +259,7 @@ def check_no_flush(
         "ranks that send each other tokens (plan.ep) run their forwards together": plan.ep > 1,
         "routers that balance by a bias (balance_rate) follow the counts at the end of a step": moves_biases,
         "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
-        or (plan.replicas > 1 and has_batch_statistics(module)),
+        or (plan.replicas > 1 and statistics),
         f"masters that rest ({precision.keep}) lie in the weights": precision.keep != "whole",
         "its stages update at different times, and the loss scale is of all": each and precision.scaling is not None,
         "its stages update at different times, and some of them share weights": each and tied,

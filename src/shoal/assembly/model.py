@@ -21,7 +21,7 @@ from shoal.errors import UserError
 from shoal.exchange.hooks import check_hooks, is_hooked
 from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
-from shoal.module.batchnorm import synchronise
+from shoal.module.batchnorm import has_batch_statistics, synchronise
 from shoal.module.build import Built
 from shoal.module.compiling import (
     blocks,
@@ -152,7 +152,8 @@ def localize(
     apart = {kind: ranks.own(group) for axis in axes for kind, group in axis.variants.items()}
     tied = [index for axis in axes for index in axis.tied]
     if pipeline is not None and not pipeline.flushes:
-        check_no_flush(plan, precision, module, sync_bn, parallelized.moves_biases, bool(pipeline.tied))
+        statistics = has_batch_statistics(module)
+        check_no_flush(plan, precision, statistics, sync_bn, parallelized.moves_biases, bool(pipeline.tied))
     without_caches(module)
     if sync_bn:
         synchronise(module, ranks.group("samples", "batchnorm"))

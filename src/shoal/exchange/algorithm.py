@@ -132,6 +132,9 @@ class Algorithm:
     def suits(self, make: Callable[[], torch.optim.Optimizer]) -> None:
         """Decides, before `attach`, what depends on the kind of the optimizer; `make` makes a small one."""
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raises UserError where so many replicas cannot agree in this way."""
+
     @property
     def partners(self) -> Group:
         """The ranks that update together: they count, clip and vote as one, unless replicas train alone."""

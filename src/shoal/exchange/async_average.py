@@ -41,13 +41,15 @@ class AsyncAverage(TrainsAlone):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(beside=True)
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def __post_init__(self) -> None:
         if self.interval_ms < 0 or self.warmup < 0 or self.bound < 1:
             raise UserError(
                 f"plan.exchange: interval_ms = {self.interval_ms}, warmup = {self.warmup}, bound = {self.bound}: "
                 "give at least 0, 0 and 1"
             )
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
         self._group = replica.background("async")
         self._device = replica.chunks[0].master.device
         self._lane = replica.lane.another()

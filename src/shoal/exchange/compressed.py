@@ -30,9 +30,11 @@ class Compressed(Algorithm):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(coded(self.codec, itemsize), CODED)
 
+    def __post_init__(self) -> None:
+        self._codec = codec(self.codec)
+
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        self._codec = codec(self.codec)
         self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
         self._index = {chunk.index: index for index, chunk in enumerate(replica.chunks)}
 

@@ -45,13 +45,15 @@ class Decentralized(TrainsAlone):
         with_one = ranks / (2 * (ranks - 1)) if self.peers != "all" else 1.0
         return Sends(with_one * 4 / itemsize / self.every)  # fp32 weights
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def __post_init__(self) -> None:
         if self.peers not in ("all", "shift_one") or self.every < 1:
             raise UserError(
                 f'plan.exchange: peers = "{self.peers}", every = {self.every}: peers are "all" or "shift_one", '
                 "every at least 1 step"
             )
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
         self._group = replica.background("decentralized")
         self._average = [torch.empty_like(chunk.master) for chunk in replica.chunks]
 

@@ -31,10 +31,12 @@ class Delayed(Algorithm):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(beside=True)
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def __post_init__(self) -> None:
         if self.delay < 1:
             raise UserError(f"plan.exchange: delay = {self.delay}: give at least 1 step")
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
         self._group = replica.background("delayed")
         self._waiting = [[chunk.like_gradient() for chunk in replica.chunks] for _ in range(self.delay)]
         self.restored()

@@ -56,8 +56,7 @@ class DiLoCo(TrainsAlone):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(coded(self.codec, itemsize) / self.every, CODED / self.every, beside=self.overlap > 0)
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def __post_init__(self) -> None:
         if not 1 <= self.fragments <= self.every or not 0 <= self.overlap < self.every // self.fragments:
             raise UserError(
                 f"plan.exchange: every = {self.every}, fragments = {self.fragments}, overlap = {self.overlap}: at most "
@@ -67,12 +66,15 @@ class DiLoCo(TrainsAlone):
             raise UserError(
                 f"plan.exchange: keep = {self.keep}: the part of its own weights that a replica keeps is in [0, 1)"
             )
+        self._codec = codec(self.codec)
         try:
             self._outer = OuterSGD(self.outer_lr, self.outer_momentum, nesterov=True)
         except ArgumentError as error:
             raise UserError(f"plan.exchange.outer_{error}") from error
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
         self._group = replica.background("diloco")
-        self._codec = codec(self.codec)
         self._anchors = [chunk.master.clone() for chunk in replica.chunks]
         self._momentum = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
         self._moved = [torch.zeros_like(chunk.master) for chunk in replica.chunks]

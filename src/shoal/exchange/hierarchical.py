@@ -6,6 +6,7 @@ one).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,18 @@ class Hierarchical(Algorithm):
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes is None and not codec(self.codec).lossless:
+        if self.ranks_per_host is not None and self.ranks_per_host < 1:
+            raise UserError(f"plan.exchange: ranks_per_host = {self.ranks_per_host}: give at least 1")
+        self._codec = codec(self.codec)
+        if self.chunk_bytes is None and not self._codec.lossless:
             self.chunk_bytes = USUAL_CHUNK
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        lossless = codec(self.codec).lossless
-        return Sends() if lossless else Sends(coded(self.codec, itemsize), CODED, inside_hosts=True)
+        return Sends() if self._codec.lossless else Sends(coded(self.codec, itemsize), CODED, inside_hosts=True)
+
+    def check_ranks(self, ranks: int) -> None:
+        if (each := self.ranks_per_host) is not None:
+            _check_even([min(each, ranks - first) for first in range(0, ranks, each)])
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -48,15 +55,10 @@ class Hierarchical(Algorithm):
         else:
             names = [str(rank // self.ranks_per_host) for rank in range(group.size)]
         hosts = [[rank for rank in range(group.size) if names[rank] == name] for name in dict.fromkeys(names)]
-        if len({len(ranks) for ranks in hosts}) > 1:
-            raise UserError(
-                f'plan.exchange = "hierarchical": hosts have {", ".join(str(len(ranks)) for ranks in hosts)} of the '
-                'ranks; start as many on each, or take "allreduce"'
-            )
+        _check_even([len(ranks) for ranks in hosts])
         mine = next(ranks for ranks in hosts if group.rank in ranks)
         self._inside = replica.among("inside", mine)
         self._across = replica.among("across", [ranks[mine.index(group.rank)] for ranks in hosts])
-        self._codec = codec(self.codec)
 
     @torch.no_grad()
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
@@ -75,3 +77,12 @@ class Hierarchical(Algorithm):
             flat.copy_(padded[: flat.numel()])
         if not self._codec.lossless:
             chunk.clear_padding(flat)
+
+
+def _check_even(hosts: Sequence[int]) -> None:
+    """Raises UserError where hosts have different numbers of ranks."""
+    if len(set(hosts)) > 1:
+        raise UserError(
+            f'plan.exchange = "hierarchical": hosts have {", ".join(map(str, hosts))} of the ranks; start as many on '
+            'each, or take "allreduce"'
+        )

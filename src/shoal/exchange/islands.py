@@ -44,16 +44,6 @@ class Islands(Composed):
         self.of_whole_models = self._inside.of_whole_models or self._across.of_whole_models  # type: ignore[misc]
         self.of_whole_rows = self._inside.of_whole_rows or self._across.of_whole_rows  # type: ignore[misc]
         self.chunk_bytes = next((number for number in fixed if number is not None), None)
-
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
-        rank, size = replica.group.rank, replica.group.size
-        if self.ranks < 1 or size % self.ranks:
-            raise UserError(f"plan.exchange: islands of {self.ranks} ranks do not divide {size} data-parallel ranks")
-        island, index = divmod(rank, self.ranks)
-        self._inside.attach(_within(replica, "island", range(island * self.ranks, (island + 1) * self.ranks)))
-        self._across.attach(_within(replica, "islands", range(index, size, self.ranks)))
-        self.parts = (self._inside, self._across)
         if self._across.holds(0) is not Holds.INDEPENDENT or self._inside.drifts(1):
             raise UserError(
                 f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must "
@@ -64,6 +54,20 @@ class Islands(Composed):
                 f"plan.exchange: across = {self.across!r} with islands of {self.ranks} ranks: {why}. Take one that "
                 'goes by steps, such as "local_sgd" or "diloco"'
             )
+
+    def check_ranks(self, ranks: int) -> None:
+        if self.ranks < 1 or ranks % self.ranks:
+            raise UserError(f"plan.exchange: islands of {self.ranks} ranks do not divide {ranks} data-parallel ranks")
+        self._inside.check_ranks(self.ranks)
+        self._across.check_ranks(ranks // self.ranks)
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        rank, size = replica.group.rank, replica.group.size
+        island, index = divmod(rank, self.ranks)
+        self._inside.attach(_within(replica, "island", range(island * self.ranks, (island + 1) * self.ranks)))
+        self._across.attach(_within(replica, "islands", range(index, size, self.ranks)))
+        self.parts = (self._inside, self._across)
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         share = passes = 0.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Replica, State, TrainsAlone, part_of_mean
+from shoal.exchange.algorithm import State, TrainsAlone, part_of_mean
 from shoal.exchange.sends import Sends
 
 
@@ -28,8 +28,7 @@ class LocalSGD(TrainsAlone):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(4 / itemsize / self.every)  # fp32 weights
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def __post_init__(self) -> None:
         if self.every < 1 or self.start < 0:
             raise UserError(f"plan.exchange: every = {self.every}, start = {self.start}: give at least 1 and 0 steps")
 

@@ -32,9 +32,11 @@ class LowPrecisionDecentralized(TrainsAlone):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(coded(self.codec, itemsize) * ranks / (ranks - 1) / self.every, CODED / self.every)
 
+    def __post_init__(self) -> None:
+        self._codec = codec(self.codec)
+
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        self._codec = codec(self.codec)
         self._left, self._right = ((replica.group.rank + way) % replica.group.size for way in (-1, 1))
         self._own = [chunk.master.clone() for chunk in replica.chunks]
         self._of_left = [own.clone() for own in self._own]

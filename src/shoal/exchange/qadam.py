@@ -15,7 +15,7 @@ eps its first gradient, or what the codec makes of none, would throw it away. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,22 +49,17 @@ class QAdam(Algorithm):
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(coded(self.codec, itemsize), CODED)
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
-        adam = replica.optimizer.torch
-        if not isinstance(adam, torch.optim.Adam):
-            raise UserError(
-                f"plan.exchange: compressing momentum needs Adam or AdamW, the optimizer is {type(adam).__name__}"
-                + (" (leave `foreach` and `fused` open)" if isinstance(adam, FlatOptimizer) else "")
-            )
-        for name in ("amsgrad", "maximize"):
-            if any(group[name] for group in adam.param_groups):
-                raise UserError(
-                    f"plan.exchange: compressing momentum does not go with {name}=True of {type(adam).__name__}"
-                )
+    def __post_init__(self) -> None:
         if self.warmup < 1:
             raise UserError(f"plan.exchange: warmup = {self.warmup}: the variance needs at least one exact step")
-        self._adam, self._codec = adam, codec(self.codec)
+        self._codec = codec(self.codec)
+
+    def suits(self, make: Callable[[], torch.optim.Optimizer]) -> None:
+        _check(make())
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        self._adam = _check(replica.optimizer.torch)
         self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
         # of each parameter the T by which its variance is corrected; 0 while that is not frozen
         self._frozen = {slot.name: torch.zeros(1) for chunk in replica.chunks for slot in chunk.slots}
@@ -151,3 +146,18 @@ class QAdam(Algorithm):
     def restored(self) -> None:
         if self._feedback is not None:
             self._feedback.restored()
+
+
+def _check(optimizer: torch.optim.Optimizer) -> torch.optim.Adam:
+    """Returns the optimizer, of which the momentum travels. Raises UserError for another than Adam, and for settings
+    of it by which the momentum is not all that an update goes by."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Adam):
+        raise UserError(
+            f"plan.exchange: compressing momentum needs Adam or AdamW, the optimizer is {name}"
+            + (" (leave `foreach` and `fused` open)" if isinstance(optimizer, FlatOptimizer) else "")
+        )
+    for setting in ("amsgrad", "maximize"):
+        if any(group[setting] for group in optimizer.param_groups):
+            raise UserError(f"plan.exchange: compressing momentum does not go with {setting}=True of {name}")
+    return optimizer

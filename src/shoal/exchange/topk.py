@@ -27,10 +27,12 @@ class TopK(Algorithm):
         share = coded({"name": "topk", "ratio": self.ratio}, itemsize)
         return Sends(share * ranks / 2, 2 * CODED)  # everybody gets what everybody sends
 
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
+    def __post_init__(self) -> None:
         chosen: Option = {"name": "topk", "ratio": self.ratio}
         self._codec = codec(chosen)
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
         self._index = {chunk.index: index for index, chunk in enumerate(replica.chunks)}
         self._residual = [chunk.like_gradient(torch.float32) for chunk in replica.chunks]
         self._kept = Kept(self._residual, [parts_of(chunk) for chunk in replica.chunks])

@@ -12,9 +12,10 @@ from typing import Any
 
 from shoal.assembly.compatibility import check_exchange
 from shoal.errors import UserError
+from shoal.exchange.named import algorithm
 from shoal.pipeline.units import check_numbers
 from shoal.plan import Option, option_name, option_parameters
-from shoal.planner.degrees import Spread, degrees
+from shoal.planner.degrees import FIELDS, Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.task import EXACT, Choice, Offload, Task
 
@@ -43,6 +44,8 @@ class Choices(Estimates):
             check_numbers(given, pieces)
         shares, shard = task.pins.get("shares"), task.pins.get("shard")
         found = [each for each in found if not shares or each.copies == len(shares)]
+        if trains_apart(task):
+            found = [each for each in found if each.replicas > 1]
         return [each for each in found if self._schedules(each) and (shard is None or _can_share(each, shard))]
 
     def choices(self, spread: Spread) -> Iterator[Choice]:
@@ -164,6 +167,13 @@ class Choices(Estimates):
             return (self.task.pins["compile"] in (True, "inductor"),)  # other backends fuse nothing
         kept = "selective" in str(self.task.pins.get("recompute"))  # of operations, which compiled blocks do not show
         return (True, False) if self.task.compiled and not kept else (False,)
+
+
+def trains_apart(task: Task) -> bool:
+    """Whether an exchange is pinned whose replicas train apart, and there can be some: who pins it wants several."""
+    pins = task.pins
+    wanted = "exchange" in pins and pins.get(FIELDS["copies"]) != 1 and task.cluster.size > 1
+    return wanted and algorithm(pins["exchange"]).trains_apart
 
 
 def with_tier(first: Choice, tier: Tier) -> Choice:

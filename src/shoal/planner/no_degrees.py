@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from shoal.errors import UserError
-from shoal.planner.choices import Choices
+from shoal.planner.choices import Choices, trains_apart
 from shoal.planner.degrees import PINS, Spread
 from shoal.planner.pieces import grouped
 from shoal.planner.profile import NOT_ASKED
@@ -43,6 +43,8 @@ def _whys(task: Task) -> Iterator[str]:
         yield f"the model can be cut into {most} stages at most, one for each of its blocks"
     elif {"stages", "schedule"} & set(task.pins):
         yield "stages are plan.pp times the chunks of the schedule, each of a block at least"
+    if trains_apart(task):
+        yield "what trains apart are replicas, of which there are two at least"
     if given.get("copies", 1) > task.rows:
         yield f"each of {given['copies']} replicas has a row at least"
 

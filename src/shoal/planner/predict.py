@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal import units
 from shoal.assembly.compatibility import Asked, check_conflicts, check_exchange, check_no_flush, check_recompute
@@ -99,7 +98,8 @@ def _check(plan: Plan, optimizer: OptimizerFactory, precision: Precision, record
     check_conflicts(Asked(plan, optimizer, precision, recording.options))
     check_recompute(plan)
     if plan.pipelined and not schedule_of(plan, 1).flushes:
-        check_no_flush(plan, precision, nn.Module(), False, False, False)
+        statistics, biases = recording.agrees.statistics, recording.agrees.biases
+        check_no_flush(plan, precision, statistics, False, biases, recording.ties)
 
 
 def predict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -17,6 +18,14 @@ on, or one whose gradient has come."""
 
 
 @dataclass(frozen=True)
+class Agrees:
+    """What of a model ranks agree on at the end of a step: BatchNorm's statistics, biases by which routers balance."""
+
+    statistics: bool = False
+    biases: bool = False
+
+
+@dataclass(frozen=True)
 class Recording:
     """What a rank does with one microbatch.
 
@@ -29,6 +38,7 @@ class Recording:
     - `stages`: those of the rank, each with the bytes that backward keeps of one microbatch
     - `lengths`: of the events of each of these, which follow each other
     - `layers`: what plan.tp and plan.ep made of each layer
+    - `ties`: whether stages share weights; `agrees`: what of the model is agreed on at the end of a step
     """
 
     num_parameters: int
@@ -40,6 +50,8 @@ class Recording:
     stages: tuple[tuple[int, int], ...] = ()
     layers: CutLayers = field(default_factory=CutLayers)
     lengths: tuple[int, ...] = ()
+    ties: bool = False
+    agrees: Agrees = field(default_factory=Agrees)
 
     @property
     def activations(self) -> int:
@@ -108,11 +120,13 @@ class Staged:
     buffers: int
     stages: tuple[OneStage, ...]
     layers: CutLayers = field(default_factory=CutLayers)
+    agrees: Agrees = field(default_factory=Agrees)
 
     def of(self, own: Sequence[int]) -> Recording:
         """What a rank does that has the stages `own`."""
         mine = [self.stages[stage] for stage in own]
         names = {stage: each.names for stage, each in zip(own, mine, strict=True)}
+        having = Counter(name for each in self.stages for name in each.names)
         together = frozenset[str]().union(*names.values())
         sent: dict[str, int] = {}
         for each in mine:
@@ -128,4 +142,6 @@ class Staged:
             tuple((stage, each.kept) for stage, each in zip(own, mine, strict=True)),
             self.layers,
             tuple(len(each.events) for each in mine),
+            max(having.values(), default=0) > 1,
+            self.agrees,
         )

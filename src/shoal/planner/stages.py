@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from shoal.chunks import Gather
 from shoal.errors import UserError
+from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import Built
 from shoal.pipeline import Pass, Routes, Schedule, Split, look
 from shoal.pipeline.passes import Again
 from shoal.pipeline.units import Unit
 from shoal.planner.prepare import Prepared
-from shoal.planner.recording import Event, OneStage, Staged
+from shoal.planner.recording import Agrees, Event, OneStage, Staged
 from shoal.planner.workspace import Called
 
 CPU = torch.device("cpu")
@@ -98,13 +99,15 @@ class AllStages:
             forward = _without_blanks(events[began:backward])
             whole = (*forward, *events[backward:ended])
             stages.append(OneStage(whole, len(forward), frozenset(split.names(stage)), own[stage], sent))
+        local = self._ready.local
         return Staged(
             self._ready.whole,
             tuple(self._ready.parameters),
             tuple(self._ready.options),
             outside,
             tuple(stages),
-            self._ready.local.parallelized.layers,
+            local.parallelized.layers,
+            Agrees(has_batch_statistics(local.module), local.parallelized.moves_biases),
         )
 
 
