@@ -25,6 +25,7 @@ from shoal.plan import Plan
 from shoal.planner import SHALLOW, Subject
 from shoal.planner.ask import legal_degrees
 from shoal.planner.cluster_file import cluster_of
+from shoal.planner.degrees import ways
 from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
@@ -57,7 +58,7 @@ def traced(name: str) -> tuple[Profile, dict[str, Any]]:
     model = build({"name": "hf", "config": config, "num_hidden_layers": SHALLOW})
     row = {key: torch.zeros(tokens, dtype=torch.int64) for key in ("input_ids", "labels")}
     subject = Subject(model.factory, model.loss, row, 1, precision("bf16"), Plan())
-    return deepened(profile(subject), blocks, SHALLOW - 1), model.values
+    return deepened(profile(subject, ways({}, 2)), blocks, SHALLOW - 1), model.values
 
 
 def asked(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, Any]]) -> dict[str, Any]:

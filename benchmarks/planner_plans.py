@@ -158,7 +158,7 @@ def _fixed(name: str) -> int | None:
 def task_of(name: str, cluster: Cluster, together: Sequence[Ran] = ()) -> Task:
     """What the planner is asked of a model. `together`: what `ran` returned."""
     tiny, subject = MODELS[name], subject_of(name)
-    traced = profile(subject, ways(tiny.pins))
+    traced = profile(subject, ways(tiny.pins, cluster.size))
     legal = legal_degrees(build(tiny.table).values, traced, SEQUENCE, cluster.per_host)
     numbers = numbers_of(subject.precision, ADAMW)
     task = Task(traced, cluster, tiny.rows, numbers, _fixed(name), None, tiny.pins, legal)

@@ -187,7 +187,7 @@ def traced(model: Model, ways: tuple[str, ...] = ()) -> Profile:
     shallow = build({**model.table, key: SHALLOW})
     row = {key: torch.zeros(model.tokens, dtype=torch.int64) for key in ("input_ids", "labels")}
     subject = Subject(shallow.factory, shallow.loss, row, 1, precision("bf16"), Plan())
-    return deepened(profile(subject, ways), model.blocks, SHALLOW - 1)
+    return deepened(profile(subject, dict.fromkeys(ways, (2,))), model.blocks, SHALLOW - 1)
 
 
 def left_out(model: Model) -> tuple[float, float]:

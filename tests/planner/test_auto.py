@@ -79,7 +79,7 @@ def test_what_a_job_may_say_of_its_plan() -> None:
 
 def test_a_trace_counts_the_products_of_all_blocks(settled: Callable[..., Settled]) -> None:
     own = settled()
-    found = profile_of(own, ("parts",))
+    found = profile_of(own, {"parts": (2,)})
     blocks = [part for part in found.parts if part.is_block]
     assert len(blocks) == 8 and found.refused["tokens"] == "not asked for"
     for part in blocks:
@@ -97,7 +97,7 @@ def test_products_of_experts_are_counted(settled: Callable[..., Settled]) -> Non
     config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = build({"name": "hf", "config": config, "num_hidden_layers": 2})
     row = {key: torch.zeros(16, dtype=torch.int64) for key in ("input_ids", "labels")}
-    found = profile(Subject(model.factory, model.loss, row, 1, precision("fp32")), ())
+    found = profile(Subject(model.factory, model.loss, row, 1, precision("fp32")), {})
     block = next(part for part in found.parts if part.is_block)
     assert block.products.value == 2 * 16 * (4 * 32**2 + 4 * 32 + 2 * 3 * 32 * 48)  # attention, router, two experts
 
@@ -188,25 +188,25 @@ def test_a_model_is_traced_once(
         return profile(*given)
 
     monkeypatch.setattr(answer, "profile", counted)
-    first = profile_of(settled(), ("parts",))
-    assert profile_of(settled(), ("parts",)) == first and len(traced) == 1
-    profile_of(settled(), ())
-    profile_of(settled(), ("parts",), Plan(placements={"lm_head": "whole"}))
-    profile_of(settled(d_model=64), ("parts",))
+    first = profile_of(settled(), {"parts": (2,)})
+    assert profile_of(settled(), {"parts": (2,)}) == first and len(traced) == 1
+    profile_of(settled(), {})
+    profile_of(settled(), {"parts": (2,)}, Plan(placements={"lm_head": "whole"}))
+    profile_of(settled(d_model=64), {"parts": (2,)})
     assert len(traced) == 4
     order = [{"**.up": "whole", "blocks.*.mlp.*": "column"}, {"blocks.*.mlp.*": "column", "**.up": "whole"}]
     for placements in order:  # the last pattern counts
-        profile_of(settled(), ("parts",), Plan(placements=placements))
+        profile_of(settled(), {"parts": (2,)}, Plan(placements=placements))
     assert len(traced) == 6
     for path in (tmp_path / "cache" / "shoal" / "profiles").glob("*.json"):
         path.write_text(path.read_text()[:-9])
-    assert profile_of(settled(), ("parts",)) == first and len(traced) == 7
+    assert profile_of(settled(), {"parts": (2,)}) == first and len(traced) == 7
 
 
 def test_a_single_block_that_is_placed_otherwise_is_traced(settled: Callable[..., Settled]) -> None:
     """Few blocks were traced for all eight, of which none had that number: tp was predicted to divide nothing."""
     found = {
-        place: profile_of(settled(), ("parts",), Plan(placements={f"blocks.{place}.attention": "whole"}))
+        place: profile_of(settled(), {"parts": (2,)}, Plan(placements={f"blocks.{place}.attention": "whole"}))
         for place in (1, 6, "*")
     }
     for place, each in found.items():

@@ -57,7 +57,7 @@ def sent(world: World, zero: int) -> int:
 def test_ranks_of_a_host_send_what_is_counted(zero, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, numbers = build(GPT), precision("fp32")
-    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ())
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {})
     task = Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd))
     counted = Search(task).estimate(Choice(Spread(copies=2), 2, zero=zero)).wire["copies"]
     assert run_ranks(sent, 2, zero) == [pytest.approx(counted, rel=0.01)] * 2  # chunks end at whole lines
@@ -87,7 +87,7 @@ def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan, tmp_path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table, row = MODELS[name]
     model, numbers, whole = build(table), precision("fp32"), Plan(**plan)
-    traced = profile(Subject(model.factory, model.loss, row, 1, numbers), ("parts",))
+    traced = profile(Subject(model.factory, model.loss, row, 1, numbers), {"parts": (2,)})
     cluster = here(whole.size, whole.size, torch.float32)
     steps = Link(1.0, inf)  # a second a message, whatever it carries
     host = replace(cluster.hosts[0], inside=steps, device=replace(cluster.hosts[0].device, launch=0.0))
@@ -105,7 +105,7 @@ def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan, tmp_path, monke
 def test_stages_send_what_is_counted(plan, tied, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, numbers, whole = build({**GPT, "layers": 4, "tied": tied}), precision("bf16"), Plan(**plan)
-    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ())
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {})
     task = Task(traced, here(whole.size, whole.size, torch.bfloat16), 8, numbers_of(numbers, sgd))
     choice = Choice(Spread(copies=whole.dp, stages=whole.pp), 2, schedule="1f1b")
     searched = Search(task)
@@ -136,7 +136,7 @@ def test_what_blocks_send_again_is_counted(plan, recompute, tmp_path, monkeypatc
     """Of a selective recompute nothing was: its products are kept, and not what came of collectives."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, numbers, whole = build(GPT), precision("fp32"), Plan(**plan, recompute=recompute)
-    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ("parts", "tokens", "ring"))
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,), "tokens": (2,), "ring": (2,)})
     cluster = here(2, 2, torch.float32)
     task = Task(traced, cluster, 8, numbers_of(numbers, sgd), recompute=(recompute,))
     search = Search(task)
@@ -153,7 +153,7 @@ def test_a_last_microbatch_is_counted_with_the_rows_that_it_has(plan, tmp_path, 
     """Of 10 rows in microbatches of 4 it has 2: a step was predicted as one of 12."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, numbers, whole = build({**GPT, "tied": False}), precision("fp32"), Plan(**plan)
-    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ("parts", "tokens"))
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,), "tokens": (2,)})
     policy = str(plan.get("recompute", "none"))
     search = Search(Task(traced, here(2, 2, torch.float32), 10, numbers_of(numbers, sgd), 4, recompute=(policy,)))
     estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4, schedule="1f1b")))
@@ -184,7 +184,7 @@ def test_tokens_that_blocks_send_again_to_experts_are_counted(tmp_path, monkeypa
     """How many go to a rank is known of no model before it runs, but how many times as many as without recompute."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     case, numbers = CASES["moe"], precision("fp32")
-    traced = profile(Subject(case.factory, case.loss, ROW, 1, numbers), ("experts",))
+    traced = profile(Subject(case.factory, case.loss, ROW, 1, numbers), {"experts": (2,)})
     counted, found = {}, {}
     for policy in ("none", "selective", "full"):
         task = Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd), recompute=(policy,))
@@ -208,7 +208,7 @@ def test_what_adapters_send_is_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = {"name": "hf", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}}
     model, numbers, whole = build(table), precision("fp32"), Plan(tp=2)
-    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), ("parts",))
+    traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,)})
     search = Search(Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd)))
     estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4)))
     given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}

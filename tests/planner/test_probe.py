@@ -56,7 +56,7 @@ def asked(factory: Callable[[], nn.Module], microbatch: int | None = 2) -> tuple
     subject = subject_of(factory)
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
     numbers = numbers_of(subject.precision, optimizer)
-    return subject, Task(profile(subject, ()), here(2, 2, torch.float32), 64, numbers, microbatch)
+    return subject, Task(profile(subject, {}), here(2, 2, torch.float32), 64, numbers, microbatch)
 
 
 def subject_of(factory: Callable[[], nn.Module]) -> Subject:

@@ -13,7 +13,7 @@ from shoal.models import build
 from shoal.planner.computing import CROWDED, ON_CORES, Times, seconds_again
 from shoal.planner.degrees import Spread
 from shoal.planner.prepare import Subject
-from shoal.planner.profile import Cut, profile
+from shoal.planner.profile import WAYS, Cut, profile
 from shoal.planner.trace import trace
 from shoal.precision import precision
 from tests.planner.models import part, task
@@ -45,7 +45,7 @@ def test_what_is_more_on_each_rank_does_not_grow_with_the_ranks_but_in_a_ring():
 def test_two_ranks_take_what_was_traced_of_two(what, plan):
     """More operations than of the whole block, which were left out: a ring's was predicted to take a third of them."""
     whole, own = trace(subject()), trace(replace(subject(), plan=plan))
-    parts = profile(subject(), (what,)).parts
+    parts = profile(subject(), {what: (2,)}).parts
     for known, alone, seen in zip(parts, whole.parts, own.parts, strict=True):
         spread = Spread.of(plan)
         assert known.calls.on(spread) == pytest.approx(seen.calls)
@@ -56,13 +56,14 @@ def test_two_ranks_take_what_was_traced_of_two(what, plan):
 
 def test_a_model_that_only_a_ring_can_divide_is_divided():
     """Of three heads, which two ranks cannot share, all was counted on each rank."""
-    (*_, block) = (each for each in profile(subject({**GPT, "d_model": 24, "heads": 3})).parts if each.is_block)
+    odd = subject({**GPT, "d_model": 24, "heads": 3})
+    (*_, block) = (each for each in profile(odd, dict.fromkeys(WAYS, (2,))).parts if each.is_block)
     assert "tokens" not in block.products.shares
     assert block.products.on(Spread(tokens=2, ring=True)) == block.products.value / 2
 
 
 def test_tensors_that_a_block_keeps_are_counted_as_autograd_packs_them():
-    blocks = [each for each in profile(subject(), ()).parts if each.is_block]
+    blocks = [each for each in profile(subject(), {}).parts if each.is_block]
     module = build(GPT).factory()
     ((_, block),) = [each for each in module.named_modules() if each[0] == "blocks.0"]
     packed = list[torch.Tensor]()
@@ -86,16 +87,18 @@ def test_each_tensor_that_is_kept_has_its_hook_where_a_block_runs_again():
     assert again(5, 2.0) == pytest.approx(CROWDED * again(5))
 
 
-def test_parts_among_more_ranks_are_those_among_two():
-    """As many shares, and messages: what a pin of more ranks is traced with."""
+@pytest.mark.parametrize("what", ["parts", "tokens", "ring"])
+def test_what_three_ranks_divide_is_what_two_do(what):
+    """As many shares, and messages: where two ranks do not come out even, three are traced."""
     row = {key: torch.zeros(12, dtype=torch.int64) for key in ROW}
     even = replace(subject({**GPT, "heads": 6, "d_model": 24, "vocab_size": 66, "sequence": 12}), sample=row)
-    two, three = (profile(replace(even, plan=plan), ("parts",)) for plan in (Plan(), Plan(tp=3)))
+    two, three = (profile(even, {what: (ranks,)}) for ranks in (2, 3))
+    field = "parts" if what == "parts" else "tokens"
     for known, seen in zip(two.parts, three.parts, strict=True):
-        for name in ("products", "attention", "saved", "weights", "trained"):
-            for ranks in (2, 3, 6):
-                on = Spread(parts=ranks)
-                assert getattr(seen, name).on(on) == pytest.approx(getattr(known, name).on(on), rel=0.03), name
+        for name in ("products", "attention", "saved", "weights", "trained", *["calls"] * seen.is_block):
+            for ranks in (2, 3):
+                on = Spread(**{field: ranks}, ring=what == "ring")
+                assert getattr(seen, name).on(on) == pytest.approx(getattr(known, name).on(on), rel=0.06), name
         assert {each.operation: each.payload for each in seen.messages} == pytest.approx(
             {each.operation: each.payload for each in known.messages}, rel=0.01
         )
@@ -105,8 +108,8 @@ def test_parts_among_more_ranks_are_those_among_two():
 def test_heads_that_two_ranks_cannot_share_are_traced_among_those_that_are_pinned():
     """Three of three: all was counted on each rank, and nothing sent."""
     odd = subject({**GPT, "d_model": 24, "heads": 3})
-    assert "3 heads" in profile(odd, ("parts",)).refused["parts"]
-    found = profile(replace(odd, plan=Plan(tp=3)), ("parts",))
+    assert "3 heads" in profile(odd, {"parts": (2,)}).refused["parts"]
+    found = profile(odd, {"parts": (2, 3)})
     (*_, block) = (each for each in found.parts if each.is_block)
     assert found.refused["parts"] == "" and block.messages
     assert block.products.on(Spread(parts=3)) == pytest.approx(block.products.value / 3)

@@ -222,7 +222,7 @@ def test_a_rank_of_several_stages_sends_what_the_closed_form_counts():
     made, plan = build(DEEP), Plan(pp=2, dp=2, zero=2, schedule="interleaved")
     kind, adam = precision("fp32"), partial(torch.optim.AdamW, lr=1e-3)
     rows = [{key: torch.zeros(8, dtype=torch.int64) for key in ("input_ids", "labels")}] * 8
-    traced = profile(Subject(made.factory, made.loss, rows[0], 1, kind, Plan()), ())
+    traced = profile(Subject(made.factory, made.loss, rows[0], 1, kind, Plan()), {})
     numbers = replace(numbers_of(kind, adam), dtype=torch.bfloat16)  # of which there is a peak
     asked = Search(Task(traced, cluster(hosts=4, count=1), 8, numbers, 2, pins={"recompute": "none"}))
     counted = asked.estimate(Choice(Spread.of(plan), 2, zero=2, schedule="interleaved", chunks=2)).wire["copies"]

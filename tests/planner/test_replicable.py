@@ -113,7 +113,7 @@ def test_a_forward_with_products_by_groups_is_watched_in_fp32(caplog: pytest.Log
 
 
 def test_a_profile_keeps_it() -> None:
-    found = profile(subject(averaging), ())
+    found = profile(subject(averaging), {})
     assert found.buffers["tokens"] and _read(json.loads(json.dumps(_written(found)))) == found
 
 

@@ -150,7 +150,7 @@ def subject_of(name: str) -> Subject:
 
 @pytest.fixture(scope="module")
 def traced() -> Profile:
-    return profile(replace(subject_of("fp32"), microbatch=1), ())
+    return profile(replace(subject_of("fp32"), microbatch=1), {})
 
 
 PLACED = [Plan(dp=2, zero=zero) for zero in range(4)]
@@ -180,7 +180,7 @@ def test_a_dry_run_says_as_much() -> None:
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     device = Device("toy", {"bf16": 1e13}, 1 << 40, 5e11)
     host = Host(device, 1, Link(5e-6, 1e10), 1 << 40, 1e10, disk=1e9, scratch="/tmp")
-    traced = profile(replace(subject, microbatch=1), ())
+    traced = profile(replace(subject, microbatch=1), {})
     asked = Task(traced, Cluster("toy", (host,), Link(1e-5, 1e9)), 4, numbers_of(subject.precision, optimizer))
     host_bytes = 60 * MIB
     for away in (Offload(64 * MIB), Offload(64 * MIB, host_bytes, "/tmp"), Offload(64 * MIB, None, "/tmp", 0.5)):

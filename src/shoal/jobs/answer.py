@@ -21,7 +21,7 @@ from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, given_to_trace, ways
+from shoal.planner.degrees import Spread, Ways, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
@@ -93,8 +93,8 @@ def subject_of(settled: Settled, table: dict[str, Any] | None = None, plan: Plan
     return Subject(model.factory, model.loss, sample, 1, numbers, plan, groups)
 
 
-def profile_of(settled: Settled, ways: tuple[str, ...], plan: Plan = ALONE) -> Profile:
-    """Traces the model of a job, or reads what was traced before. `plan`: what is given of it (see given_to_trace)."""
+def profile_of(settled: Settled, ways: Ways, plan: Plan = ALONE) -> Profile:
+    """Traces the model of a job, or reads what was traced before. `plan`: with its placements."""
     subject = subject_of(settled, plan=plan)
     return kept(_settings(settled), subject, ways, partial(_traced, settled, subject, ways))
 
@@ -105,7 +105,7 @@ def _settings(settled: Settled) -> object:
     return model.name, settled.job.model.get("loss"), model.values, settled.job.train.weight_decay
 
 
-def _traced(settled: Settled, subject: Subject, ways: tuple[str, ...]) -> Profile:
+def _traced(settled: Settled, subject: Subject, ways: Ways) -> Profile:
     """Traces the model; of one with many equal blocks a shallow one, where that proves to say all."""
     own = shallow_of(settled, subject.plan)
     if own is not None:
@@ -139,7 +139,7 @@ def task_of(
     """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
     otherwise. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
-    traced = profile_of(settled, ways(pins) if devices > 1 else (), given_to_trace(pins))
+    traced = profile_of(settled, ways(pins, devices), Plan(placements=pins.get("placements")))
     check_traced(pins, traced)
     with in_section("train"):
         numbers = precision(job.train.precision)

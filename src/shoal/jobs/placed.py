@@ -9,7 +9,7 @@ from shoal.jobs.answer import Chosen, confirmed, profile_of, shallow_of, subject
 from shoal.jobs.choose import Settled
 from shoal.plan import Plan
 from shoal.planner.costs import Prices
-from shoal.planner.degrees import given_to_trace, ways
+from shoal.planner.degrees import ways
 from shoal.planner.layers import Layers, layers_of
 from shoal.planner.placements import Rates
 from shoal.planner.task import Estimate, Task
@@ -27,7 +27,7 @@ def placed(settled: Settled, task: Task) -> Chosen:
     placements = {**layers.whole, **(given or {})}
     try:
         pins["placements"] = placements
-        traced = profile_of(settled, ways(pins), given_to_trace(pins))
+        traced = profile_of(settled, ways(pins, task.cluster.size), Plan(placements=placements))
         other = confirmed(settled, replace(task, profile=traced, pins=pins))
     except UserError:  # it takes more memory, or cannot be cut so
         return replace(chosen, layers=layers)

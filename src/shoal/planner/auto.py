@@ -25,7 +25,7 @@ from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, given_to_trace, ways
+from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
 from shoal.planner.pins import check_pins, check_traced
@@ -87,7 +87,8 @@ def auto_plan(
             machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
         values = _settings(model, microbatch)
         try:
-            traced = profile(replace(subject, plan=given_to_trace(given)), ways(given) if machine.size > 1 else ())
+            placed = replace(subject, plan=Plan(placements=given.get("placements")))
+            traced = profile(placed, ways(given, machine.size))
         except Untraced as error:
             plan, why = without_trace(given, machine.size, error)
             LOG.warning("plan: %s (%s)", spoken(plan.to_dict()), why)

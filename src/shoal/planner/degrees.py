@@ -18,13 +18,9 @@ FIELDS = {what: field for field, what in PINS.items()}
 """The name of each degree here, and in a plan."""
 _GROUPS = {**PINS, "edp": "copies", "tied": "stages", "routing": "experts"}
 """What the ranks of a group divide, by the first word of its name."""
-TRIED = (
-    ("parts", Plan(tp=2)),
-    ("tokens", Plan(cp=2)),
-    ("ring", Plan(cp=2, context="ring")),
-    ("experts", Plan(dp=2, ep=2)),
-)
-"""The plans that are traced to see how a model divides, unless a plan gives the number of its parts (see `tried`)."""
+Ways = Mapping[str, tuple[int, ...]]
+"""How a model may be divided ("parts", "tokens", "ring", "experts"), each with the numbers of ranks of which the first
+that goes is traced."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +73,29 @@ def divided_by(group: str) -> str:
     return _GROUPS.get(first.group() if first else "", "")
 
 
-def ways(pins: Mapping[str, Any]) -> tuple[str, ...]:
-    """How a model may be divided beside stages and copies, where `pins` do not say that it is not."""
-    asked = [PINS[key] for key in ("tp", "cp", "ep") if pins.get(key) != 1]
-    return (*asked, *(["ring"] if "tokens" in asked else []))
+def ways(pins: Mapping[str, Any], size: int) -> Ways:
+    """How `size` ranks may divide a model beside stages and copies, where `pins` do not say that they do not. The
+    numbers of ranks are the primes of the degree that is pinned, else those of all ranks: two may not come out even (3
+    heads) where three do."""
+    found = {}
+    for field in ("tp", "cp", "ep") if size > 1 else ():
+        if pins.get(field) != 1:
+            found[PINS[field]] = _primes(pins.get(field, size))
+    return {**found, **({"ring": found["tokens"]} if "tokens" in found else {})}
 
 
-def tried(plan: Plan) -> list[tuple[str, Plan]]:
-    """The plans that are traced to see how a model divides, for answers under `plan`: parts with its placements, and
-    among as many ranks as the least prime of its degree, as two may not come out even (3 heads) where those do."""
-    ranks = next((each for each in divisors(plan.tp) if each > 1), 2)
-    parts = Plan(tp=ranks, placements=plan.placements)
-    return [(what, parts if what == "parts" else each) for what, each in TRIED]
+def traced_as(what: str, ranks: int, placements: Mapping[str, str] | None) -> Plan:
+    """The plan of so many ranks that divide a model in this way alone."""
+    if what == "experts":
+        return Plan(dp=ranks, ep=ranks)
+    if what == "parts":
+        return Plan(tp=ranks, placements=placements)
+    return Plan(cp=ranks, context="ring" if what == "ring" else "ulysses")
 
 
-def given_to_trace(pins: Mapping[str, Any]) -> Plan:
-    """The plan by which `tried` goes where `pins` are given."""
-    return Plan(tp=pins.get("tp", 1), placements=pins.get("placements"))
+def _primes(number: int) -> tuple[int, ...]:
+    """The primes that divide `number`, ascending."""
+    return tuple(each for each in divisors(number) if each > 1 and len(divisors(each)) == 2)
 
 
 def chosen_fields(plan: Plan) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoal.planner.degrees import tried
+from shoal.planner.degrees import Ways
 from shoal.planner.kept import folder
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import Cut, Message, PartProfile, Profile
@@ -29,10 +29,11 @@ MOST = 64
 """Profiles that are kept."""
 
 
-def kept(settings: object, subject: Subject, ways: tuple[str, ...], make: Callable[[], Profile]) -> Profile:
+def kept(settings: object, subject: Subject, ways: Ways, make: Callable[[], Profile]) -> Profile:
     """The profile that `make` makes, or made before for the same `settings` of a model, row, format and `ways`, under
     such placements, in their order, as of patterns that match the last one counts."""
-    path = folder() / "profiles" / f"{name_of((settings, tried(subject.plan), ways), subject)}.json"
+    asked = settings, list((subject.plan.placements or {}).items()), sorted(ways.items())
+    path = folder() / "profiles" / f"{name_of(asked, subject)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = _read(json.loads(path.read_text(encoding="utf-8")))
         os.utime(path)  # it is in use

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
 from shoal.planner.buffers import why_not_replicated
-from shoal.planner.degrees import Spread, tried
+from shoal.planner.degrees import Spread, Ways, traced_as
 from shoal.planner.prepare import Subject
 from shoal.planner.trace import Seen, Trace, trace
 
-Kinds = tuple[str, ...]
+WAYS = ("parts", "tokens", "ring", "experts")
 NOT_ASKED = "not asked for"
 """Why a model is not divided in a way that was not traced."""
 
@@ -121,26 +121,23 @@ QUANTITIES = (
 )
 
 
-def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
-    """Traces the model of `subject`, of whose own plan `tried` says what matters, with one row; `ways`: how it may be
+def profile(subject: Subject, ways: Ways) -> Profile:
+    """Traces the model of `subject`, of whose own plan the placements matter, with one row; `ways`: how it may be
     divided. Raises UserError for a model that cannot be run."""
     base = replace(subject, microbatch=1, rank=0)
     alone = trace(replace(base, plan=type(subject.plan)()))
     halves: dict[str, Divided] = {}
     refused: dict[str, str] = {}
-    for what, plan in tried(subject.plan):
-        if what not in ways:
-            refused[what] = NOT_ASKED
-            continue
-        try:
-            half = trace(replace(base, plan=plan))
-            if [each.name for each in half.parts] != [each.name for each in alone.parts]:
-                raise UserError("its parts are others then")
-            if what == "experts" and not any(half.experts):
-                raise UserError("the model has no experts")
-            halves[what], refused[what] = Divided(half, plan.size), ""
-        except UserError as error:
-            refused[what] = str(error)
+    for what in WAYS:
+        refused[what] = "" if what in ways else NOT_ASKED
+        for ranks in ways.get(what, ()):
+            try:
+                halves[what] = _divided(what, ranks, base, alone)
+            except UserError as error:
+                refused[what] = refused[what] or str(error)
+            else:
+                refused[what] = ""
+                break
     parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
 
     def lives(name: str) -> Cut:
@@ -149,6 +146,16 @@ def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts
 
     whys = why_not_replicated(base)
     return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"), alone.statistics)
+
+
+def _divided(what: str, ranks: int, base: Subject, alone: Trace) -> Divided:
+    """The trace of one of `ranks` that divide the model so. Raises UserError where they cannot."""
+    found = trace(replace(base, plan=traced_as(what, ranks, base.plan.placements)))
+    if [each.name for each in found.parts] != [each.name for each in alone.parts]:
+        raise UserError("its parts are others then")
+    if what == "experts" and not any(found.experts):
+        raise UserError("the model has no experts")
+    return Divided(what, found, ranks)
 
 
 def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfile:
@@ -164,8 +171,8 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfil
         shares = {what: each.divided(value, getattr(each.trace, name)[place]) for what, each in halves.items()}
         return Cut(value, shares)
 
-    traced = {what: each.trace for what, each in halves.items()}
-    messages = [message for what, each in traced.items() for message in _messages(what, each.parts[place], each)]
+    messages = [message for each in halves.values() for message in each.messages(place)]
+    among = halves.get("experts")
     quantities = {name: cut(name) for name in QUANTITIES}
     return PartProfile(
         seen.name,
@@ -180,7 +187,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfil
         quantities["given"],
         elements("weights"),
         elements("trained"),
-        Cut(2.0 * traced["experts"].experts[place] if "experts" in traced else 0.0, {"experts": 1.0}),
+        Cut(float(among.ranks * among.trace.experts[place]) if among else 0.0, {"experts": 1.0}),
         tuple(messages),
         quantities["operands"],
         seen.last / seen.products if seen.products else 0.0,
@@ -195,20 +202,29 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfil
 
 @dataclass(frozen=True)
 class Divided:
-    """The trace of one of so many `ranks` that divide a model."""
+    """The trace of one of so many `ranks` that divide a model in the way `what`."""
 
+    what: str
     trace: Trace
     ranks: int
 
     def share(self, whole: float, own: float) -> float:
         """Which share of a quantity ranks divide, where each has `own` of the `whole`, or more than that (see Cut)."""
         if own > whole > 0:
-            return 2 * (1 - own / whole)
+            return (4 / self.ranks if self.what == "ring" else 2) * (1 - own / whole)
         return min(1.0, self.ranks / (self.ranks - 1) * (1 - own / whole)) if whole else 0.0
 
     def divided(self, whole: float, own: float) -> float:
         """Share of a quantity that no rank has more of than undivided (see `share`)."""
         return max(0.0, self.share(whole, own))
+
+    def messages(self, place: int) -> list[Message]:
+        """The collectives of a part, as they would be between two ranks: of what ranks that share tokens send each has
+        a part of a row, which a ring passes on to each of the others."""
+        hops = self.ranks - 1 if self.what == "ring" else 1
+        more = self.ranks / 2 / hops if self.what in ("tokens", "ring") else 1.0
+        found = _messages(self.what, self.trace.parts[place], self.trace)
+        return [replace(each, calls=each.calls / hops, payload=each.payload * more) for each in found]
 
 
 def deepened(shallow: Profile, blocks: int, at: int) -> Profile:
@@ -221,7 +237,7 @@ def deepened(shallow: Profile, blocks: int, at: int) -> Profile:
 
 
 def _messages(what: str, seen: Seen, traced: Trace) -> list[Message]:
-    """The collectives of a part of the model on two ranks."""
+    """The collectives of a part of the model that was traced among several ranks."""
     found = []
     for (operation, purpose), each in seen.sent.items():
         last = seen.sent_last.get((operation, purpose), Traffic()).payload
