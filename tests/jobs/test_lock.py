@@ -20,6 +20,7 @@ from shoal.errors import UserError
 from shoal.federated.settings import STATE
 from shoal.jobs import lock
 from shoal.jobs.lock import NAME, Holder, locked, own_hold
+from shoal.jobs.names import DIRECTORY
 from shoal.jobs.plans import forget
 from shoal.jobs.replan import ask
 from tests.pool import run_ranks
@@ -91,6 +92,23 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / NAME).mkdir()  # stands for a lock that this user may not read
     with pytest.raises(UserError, match=r"the run directory .* cannot be read: .*Choose another run.dir"):
         lock.refuse_if_taken(tmp_path)
+
+
+def test_of_a_run_that_has_ended_the_plan_that_was_asked_for_is_told(tmp_path):
+    """An exchange that refuses it too, and a checkpoint only where there is one."""
+    with pytest.raises(UserError, match=r"no run trains in .*give the directory of a run of `shoal train`"):
+        ask(tmp_path, {"tp": 2})
+    job = tmp_path / "resolved.toml"
+    job.write_text('[model]\nname = "chess"\n[train]\nsteps = 2\n[plan]\ndp = 4\nexchange = "local_sgd"\n')
+    with pytest.raises(UserError, match=r"resolved.toml --set plan.dp=2 --set plan.tp=2$"):
+        ask(tmp_path, {"tp": 2})
+    (tmp_path / DIRECTORY / "step-00000002").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"--set plan.tp=2, which goes on from its newest checkpoint$"):
+        ask(tmp_path, {"tp": 2})
+    with pytest.raises(UserError, match=r"does not go with plan.zero = 3: its replicas train apart"):
+        ask(tmp_path, {"zero": 3})
+    with pytest.raises(UserError, match="tp 3 = 3 ranks, but 4"):
+        ask(tmp_path, {"tp": 3})
 
 
 def test_a_run_without_a_plan_to_change_refuses_at_once(tmp_path):

@@ -15,6 +15,9 @@ from shoal.device import CPU, hardware_name
 from shoal.errors import UserError
 from shoal.jobs import answer
 from shoal.jobs.compare import measured_steps
+from shoal.jobs.trials import of_candidates
+from shoal.jobs.trials import write as write_trials
+from shoal.plan import Plan
 from shoal.planner import measure
 from shoal.planner.learned import learned
 from shoal.report.metrics import read_metrics
@@ -126,6 +129,18 @@ def test_runs_under_other_conditions_teach_nothing(more: dict[str, Any], why: st
     write(run_dir, HOST, **more)
     assert why in shown(run_dir, capsys)[0]["learned"]
     assert learned(CPU, torch.float32, 1, 1, [HOST]) is None
+
+
+def test_a_run_that_ended_while_plans_were_tried_says_what_was_measured(run_dir: Path, capsys: Any) -> None:
+    append(run_dir, {"kind": "plan", "step": 4, "plan": {"recompute": "full"}, "seconds": 0.1})
+    trials = of_candidates("", 8, [(Plan(), 1.5), (Plan(recompute="full"), 1.6)]).with_result(0, 2.0)
+    write_trials(run_dir, trials)
+    said = "one rank: 2 s a step, 1.5 s predicted; recompute = full: not tried"
+    with pytest.raises(UserError, match=f"ended while plans were tried.*{said}"):
+        shown(run_dir, capsys)
+    write_trials(run_dir, trials.with_result(1, 2.1))
+    with pytest.raises(UserError, match="its plan was changed"):
+        shown(run_dir, capsys)
 
 
 def test_a_run_whose_plans_were_tried_is_compared_under_the_one_that_stayed(run_dir: Path, capsys: Any) -> None:

@@ -18,6 +18,7 @@ from shoal.jobs.asking import cluster_of_ranks
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.learning import learn_from, spent_on
 from shoal.jobs.read import load_job
+from shoal.jobs.trials import read as read_trials
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.search import search
@@ -124,13 +125,22 @@ def _settled(run_dir: Path, records: RunRecords) -> tuple[Settled, RunRecords]:
         )
     since = first_alike(records, job)
     if since is None:
-        raise UserError(
-            f"{run_dir}: its plan was changed while it ran, so its steps are not of the plan of {path.name}. Compare "
-            "another run"
-        )
+        raise UserError(f"{run_dir}: {_why_changed(run_dir, path.name)}")
     steps = tuple(each for each in records.steps if each.step >= since)
     terms = tuple(each for each in records.terms if each.step >= since)
     return opened(job, origins), replace(records, steps=steps, terms=terms)
+
+
+def _why_changed(run_dir: Path, resolved: str) -> str:
+    """Why the last steps of a run are not of the plan in its resolved.toml, and what was measured of those tried."""
+    trials = read_trials(run_dir)
+    if trials is None or trials.next is None:
+        return f"its plan was changed while it ran, so its steps are not of the plan of {resolved}. Compare another run"
+    tried = "; ".join(map(str, trials.candidates))
+    return (
+        f"it ended while plans were tried, so none has stayed whose steps could be compared ({tried}). Train it for "
+        "more steps, or compare another run"
+    )
 
 
 def _cluster(settled: Settled, records: RunRecords, sampled: Sequence[TermsRecord]) -> Cluster:

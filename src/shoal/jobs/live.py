@@ -166,11 +166,14 @@ class LiveRank:
                 if (attempt := self._go_on(place, world, settled)) is not None:
                     return attempt
             except CheckpointError as error:
-                why = f"the ranks went on from the newest checkpoint: {error}"
-                log.warning(why)
+                why = str(error)
         self._let_go()
         begun = begin(settled, world)
         self._engine = begun.engine
+        if why:
+            how = "went on from the newest checkpoint" if begun.engine.step_index else "began anew, as no step is saved"
+            why = f"the ranks {how}: {why}"
+            log.warning(why)
         record = record_of(place, begun.engine.step_index, *filter(None, [why]))
         return begun.attempt(self._cost, record, has_lost=self._has_lost)
 

@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shoal.assembly.compatibility import check_exchange
+from shoal.checkpoint.directory import completed
 from shoal.elastic.control import VARIABLE as NODES
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
@@ -26,9 +28,12 @@ from shoal.federated.settings import STATE
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
 from shoal.jobs.lock import Holder, holder_of, holders, own_hold
+from shoal.jobs.names import checkpoints_in
 from shoal.jobs.plans import ROWS, changed, keep, whole
+from shoal.jobs.read import load_job
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
+from shoal.jobs.write import toml_value
 from shoal.plan import Plan
 from shoal.report.replace import replace_text
 
@@ -156,6 +161,23 @@ def _request(path: Path, holder: Holder, change: Mapping[str, Any]) -> None:
     replace_text(path, json.dumps({"run": asdict(holder), "plan": dict(change)}))
 
 
+def _instead(run_dir: Path, change: Mapping[str, Any]) -> str:
+    """What to do where nothing trains whose plan could change: the command that starts the run again under the plan
+    that was asked for. Raises UserError for one that its ranks cannot have."""
+    resolved = run_dir / "resolved.toml"
+    if not resolved.is_file():
+        return "give the directory of a run of `shoal train`"
+    before = load_job(resolved)[0].plan
+    after = changed(before, change, before.size)
+    check_exchange(after, "whole")
+    old = whole(before)
+    new = {key: value for key, value in whole(after).items() if value != old[key]}
+    sets = " ".join(f"--set {shlex.quote(f'plan.{key}={toml_value(value)}')}" for key, value in new.items())
+    ends = ", which goes on from its newest checkpoint" if completed(checkpoints_in(run_dir)) else ""
+    command = f"shoal train {shlex.quote(str(resolved))} {sets}"
+    return f"start it again, with more steps if it has trained all: {command}{ends}"
+
+
 def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     """Asks the run that trains in `run_dir` to change these fields of its plan; returns its answer, with the `step` and
     the `plan` in force, when it has come.
@@ -172,10 +194,7 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
             "has a parameter server, or is of `shoal fed`"
         )
     if holder is None:
-        raise UserError(
-            f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train "
-            f"{shlex.quote(str(run_dir / 'resolved.toml'))} --set plan.zero=3, which goes on from its newest checkpoint"
-        )
+        raise UserError(f"no run trains in {run_dir}: {_instead(run_dir, change)}")
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)
     _request(request, holder, change)

@@ -87,8 +87,7 @@ def auto_plan(
             machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
         values = _settings(model, microbatch)
         try:
-            placed = replace(subject, plan=Plan(placements=given.get("placements")))
-            traced = profile(placed, ways(given, machine.size))
+            traced = profile(replace(subject, plan=Plan(placements=given.get("placements"))), ways(given, machine.size))
         except Untraced as error:
             plan, why = without_trace(given, machine.size, error)
             LOG.warning("plan: %s (%s)", spoken(plan.to_dict()), why)
