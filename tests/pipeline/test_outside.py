@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from tests.pipeline.running import losses_of
@@ -65,6 +67,58 @@ class Described(Base):
         return x.to(inner[0].weight.dtype) / (len(inner) * inner[0].weight.shape[0] * self.blocks[0].scale.numel())
 
 
+class Noted(Base):
+    """Reads what its author has noted on a parameter of another stage's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.gain = 3.0  # type: ignore[assignment]
+
+    def end(self, x: Tensor) -> Tensor:
+        return x * getattr(self.first.weight, "gain", 1.0)
+
+
+class Listed(Base):
+    """Computes with parameters of modules that have no forward: a list, and one whose method is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(4))
+        self.turn = Turn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.turn.turned(self.first(x))
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = x + block(x) * scale
+        return self.turn.turned(x)
+
+
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def turned(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Averaging(Base):
+    """Keeps, in a buffer outside of all parts, a mean of what the first stage gives, which nothing else uses later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
 
@@ -100,7 +154,24 @@ def test_what_another_stage_has_is_not_computed_with(make: Any, message: str, re
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_another_stage_has_may_be_looked_at(ready: bool, dp: int) -> None:
+@pytest.mark.parametrize("make", [Described, Noted, Listed])
+def test_what_another_stage_has_may_be_looked_at(make: Any, ready: bool, dp: int) -> None:
     """Replicas look at what modules keep, and of a ready module what another stage has lies on the meta device."""
-    one = simulate_world(1, trained, Described, ready, {})[0]
-    assert simulate_world(2 * dp, trained, Described, ready, {"pp": 2, "dp": dp})[0] == pytest.approx(one, rel=1e-6)
+    one = simulate_world(1, trained, make, ready, {})[0]
+    assert simulate_world(2 * dp, trained, make, ready, {"pp": 2, "dp": dp})[0] == pytest.approx(one, rel=1e-6)
+
+
+def mean_kept(world: Any, plan: dict[str, Any]) -> Any:
+    rows = [{"x": torch.full((WIDTH,), float(place)), "y": torch.ones(WIDTH)} for place in range(4)]
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    engine = Engine(ready_one(Averaging), squares, sgd, Plan(**plan), global_batch=4, microbatch=2, world=world)
+    for batch in engine.batches(rows, steps=2):
+        engine.step(batch)
+    found = engine.weights_on_first()
+    engine.close()
+    return found.get("mean")
+
+
+def test_a_buffer_outside_of_parts_takes_what_another_stage_gives() -> None:
+    one, cut = simulate_world(1, mean_kept, {})[0], simulate_world(2, mean_kept, {"pp": 2})[0]
+    torch.testing.assert_close(cut, one)

@@ -30,6 +30,7 @@ class Unseen(Tensor):
         found: Unseen = Tensor._make_wrapper_subclass(
             Unseen, parameter.shape, dtype=its, device=device, requires_grad=parameter.requires_grad
         )
+        found.__dict__.update(vars(parameter))  # what the author has noted there
         found.known_as, found.kind = name, "parameter" if isinstance(parameter, nn.Parameter) else "buffer"
         return found
 
@@ -109,6 +110,7 @@ def forget_parts(module: nn.Module) -> None:
                 if id(weight) not in known:
                     empty = torch.empty_like(weight, device="meta")
                     known[id(weight)] = weight, nn.Parameter(empty, requires_grad=weight.requires_grad)
+                    known[id(weight)][1].__dict__.update(vars(weight))
                 part._parameters[name] = known[id(weight)][1]
 
 

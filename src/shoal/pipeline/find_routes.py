@@ -2,7 +2,8 @@
 
 The stage that looks runs its forward on zeros, of the shapes that earlier stages have reported for the results of their
 parts, each marked by its origin. Whatever is computed from marked values is marked too. The values that a stage needs
-are the marks on the arguments of its own parts, and on the loss. So a mask computed from token ids is not sent, and an
+are the marks on the arguments of its own parts, on the loss, and, for the last stage, on the buffers outside of all
+parts, which are kept as it has them. So a mask computed from token ids is not sent, and an
 output that skips a stage is.
 """
 
@@ -53,6 +54,8 @@ def find_routes(
             except Exception as error:  # told to all ranks, which would wait for this one
                 failed = error
                 found = str(error) if isinstance(error, UserError) else _what_fails(stage, error)
+                if not isinstance(error, UserError):
+                    error.add_note(found)
         told = group.broadcast_object(found, src=rank_of(stage))
         if isinstance(told, str):
             raise failed or UserError(told)
@@ -70,20 +73,22 @@ def _what_fails(stage: int, error: Exception) -> str:
 
 def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], device: torch.device) -> Stage | str:
     """Returns what `stage` gives and needs, `routes` having the earlier ones; or, as text, why it cannot be a stage."""
-    seen = _Look(split, stage, routes, device)
+    seen, is_last = _Look(split, stage, routes, device), stage == max(split.stages)
     if stage:
         split.hear(routes.stages[-1].said)
     try:
         with torch.no_grad(), seen.marks, seen.set_apart(), _Unchecked():
             result = split.run(stage, seen, run)
             seen.use(result)
+            if is_last:
+                seen.use(split.common_values)
     except _Unfit as error:
         return str(error)
     except Exception as error:
         if isinstance(error, UserError) or seen.in_a_part or not seen.marks.by_values:
             raise
         raise UserError(_what_fails(stage, error)) from error
-    is_last = stage == max(split.stages)  # no other stage uses the results of the last
+    # no other stage uses the results of the last
     given, changed = ({}, frozenset[Value]()) if is_last else (seen.given, seen.changed())
     by_values = seen.marks.by_values
     return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said(), by_values)

@@ -104,13 +104,16 @@ class Split:
     @property
     def common_buffers(self) -> list[str]:
         """Names of the buffers of modules outside of all parts, which every stage has."""
+        return [f"{name}.{key}".lstrip(".") for name, module in self._outside() for key in module._buffers]
+
+    @property
+    def common_values(self) -> list[Tensor | None]:
+        """These buffers, as they are now."""
+        return [value for _, module in self._outside() for value in module._buffers.values()]
+
+    def _outside(self) -> Iterator[tuple[str, nn.Module]]:
         own = {id(module) for unit in self.units for module in unit.module.modules()}
-        return [
-            f"{name}.{key}".lstrip(".")
-            for name, module in self.module.named_modules()
-            if id(module) not in own
-            for key in module._buffers
-        ]
+        return ((name, module) for name, module in self.module.named_modules() if id(module) not in own)
 
     def follow(self, axes: Iterable[Axis]) -> None:
         """Brings the state of the other `axes` along with what travels between stages."""

@@ -4,7 +4,8 @@ A part is a repeated block (found by `compiling.blocks`, or the modules of a Seq
 parameters of its own, with the modules in it. A stage has contiguous parts, in the order in which the model's forward
 calls them. What the model computes between parts is computed on every stage that needs the result. A module around
 blocks that has parameters beside them (a scale of logits, a class token) computes with those between parts, so every
-stage has them, and their gradients are summed (split.Tied).
+stage has them, and their gradients are summed (split.Tied). So it is with those of a module that has no forward (an
+nn.ParameterList), which another computes with.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def units_of(module: nn.Module) -> list[Unit]:
             visit(f"{name}.{key}".lstrip("."), child)
 
     visit("", module)
-    return _as_planned(module, found)
+    return _as_planned(module, found or [Unit("", module, _work(module), False)])
 
 
 def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) -> list[int]:
@@ -180,6 +181,8 @@ def _is_part(part: nn.Module, repeated: Collection[int]) -> bool:
     With state in the modules in it (a norm with its activation has none there) that is a parameter, if it lies around
     no block; without, a parameter or a persistent buffer.
     """
+    if type(part).forward is nn.Module.forward and "forward" not in vars(part):
+        return False
     inside = list(part.modules())[1:]
     if any(map(_has_state, inside)):
         loose = any(True for _ in part.parameters(recurse=False))
