@@ -12,10 +12,13 @@ import pytest
 
 from shoal.cli.answer import money
 from shoal.errors import UserError
+from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread
 from shoal.planner.explain import MOST, explain, fits, largest, numbers_of_hosts, smallest, why_not, within_budget
 from shoal.planner.pipes import Pace, cut, fill, simulated
 from shoal.planner.search import Search, search
+from shoal.training.microbatches import largest_share
 from tests.planner.models import GIB, MIB, cluster, model, task
 
 
@@ -38,6 +41,16 @@ def test_the_best_of_all(memory: float, between: float) -> None:
     assert found.best[0].bytes <= asked.most
     assert all(each.choice.spread.size == 8 for each in found.best)
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
+
+
+def test_a_microbatch_that_is_given_is_dealt_whole() -> None:
+    """Of four microbatches eight replicas have one, or none: as many rows as of four replicas, in as much memory."""
+    asked = Search(task(microbatch=8))
+    four, eight = (asked.estimate(next(asked.choices(Spread(copies=copies, parts=8 // copies)))) for copies in (4, 8))
+    assert four.choice.microbatch == eight.choice.microbatch == 8
+    assert largest_share(4, Plan(dp=8)) == eight.microbatches == 1
+    whole = Search(task(microbatch=32, whole=True))
+    assert next(whole.choices(Spread(copies=8))).microbatch == 4
 
 
 def with_bandwidth(bandwidth: float, memory: float = 8 * GIB) -> Cluster:

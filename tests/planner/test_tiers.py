@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.chunks.movement import fetched, plan
 from shoal.models import build
@@ -173,6 +174,31 @@ def test_a_rank_needs_at_least_what_a_dry_run_counts(plan: Plan, traced: Profile
     counted = [predict(each, optimizer, plan, subject.precision, machine, 8 // plan.dp) for each in recorded]
     least = max(each.need.total("device") for each in counted)
     assert 0.95 * least <= asked.estimate(choice).bytes <= 1.5 * least, "what is most at other moments is added up"
+
+
+def adapted() -> nn.Module:
+    """A model whose embedding is its head too, and of which next to nothing is trained."""
+    table = {"name": "gpt", "layers": 4, "d_model": 256, "heads": 4, "vocab_size": 8192, "sequence": 128, "tied": True}
+    module = build(table).factory()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return module
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2, zero=zero) for zero in range(4)], ids=lambda plan: str(plan.zero))
+def test_what_is_trained_of_a_model_with_adapters_is_counted(plan: Plan) -> None:
+    """What parts share was taken off it, though it is frozen, and gradients on loan were as large as that."""
+    subject, optimizer = replace(subject_of("fp32"), factory=adapted, plan=plan), partial(torch.optim.AdamW, lr=1e-3)
+    numbers = replace(numbers_of(subject.precision, optimizer), dtype=torch.bfloat16)
+    traced = profile(replace(subject, microbatch=1, plan=Plan()), {})
+    on = cluster(hosts=1, count=2, memory=64 * GIB)
+    asked = Search(Task(traced, on, 16, numbers, 2, pins={"recompute": "none"}))
+    estimate = asked.estimate(Choice(Spread.of(plan), 2, zero=plan.zero))
+    machine = Machine(1 << 40, 1 << 40, 2)
+    counted = predict(dry_run(subject), optimizer, plan, subject.precision, machine, 4).need.total("device")
+    trained = 9 * 2 * 256  # weights and biases of nine norms
+    assert estimate.memory["optimizer state"] == pytest.approx(8 * trained / (2 if plan.zero else 1))
+    assert estimate.bytes == pytest.approx(counted, rel=0.07)
 
 
 def test_a_dry_run_says_as_much() -> None:

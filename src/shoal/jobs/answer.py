@@ -158,6 +158,7 @@ def task_of(
         exchanges=tuple(dict.fromkeys((EXACT, *job.auto.allow))),
         compiled=not any(device.on_host for device in cluster.devices),
         optimizer=partial(small_optimizer, optimizer, [{}]),
+        whole=whole and job.train.microbatch is None,
     )
     return probe(subject_of(settled), task, _settings(settled))
 

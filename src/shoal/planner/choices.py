@@ -97,7 +97,7 @@ class Choices(Estimates):
     def _microbatches(self, spread: Spread) -> list[int]:
         per = self._per(spread)
         if self.task.microbatch is not None:
-            return [min(self.task.microbatch, per)]
+            return [per if self.task.whole else min(self.task.microbatch, self.task.rows)]
         return sorted({1 << power for power in range(LONGEST.bit_length()) if 1 << power <= per} | {min(per, LONGEST)})
 
     def _schedules(self, spread: Spread) -> list[tuple[str, int]]:

@@ -104,6 +104,11 @@ class Prices:
         return max(0.0, math.fsum(part.weights.value for part in profile.parts) - profile.parameters)
 
     @cached_property
+    def tied_trained(self) -> float:
+        """Those of them that are trained."""
+        return max(0.0, self.tied - self.task.profile.tied_frozen)
+
+    @cached_property
     def side(self) -> float:
         """Side of a block's matrices, in elements, were they squares of one size; 1 where there are no blocks."""
         blocks = (part for part in self.task.profile.parts if part.is_block)

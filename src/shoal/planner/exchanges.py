@@ -11,13 +11,13 @@ from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Device, Link
 from shoal.planner.computing import python_of
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
-from shoal.planner.held import Held, copies, elements, is_cut, resting
+from shoal.planner.held import Held, Tied, copies, elements, is_cut, resting
 from shoal.planner.pipes import THERE_AND_BACK
 from shoal.planner.task import EXACT, Choice
 
 
 def exchanged(
-    prices: Prices, choice: Choice, own: Sizes, number: int, window: tuple[float, float], tied: float, has: Held
+    prices: Prices, choice: Choice, own: Sizes, number: int, window: tuple[float, float], tied: Tied, has: Held
 ) -> tuple[float, dict[str, float]]:
     """Seconds in which a rank waits for the exchange of gradients and weights of `number` microbatches, and the bytes
     handed to collectives. `window`: seconds of one backward, and of all that a rank computes in a step; `has`: what
@@ -116,7 +116,7 @@ def chunks(gradients: float, link: Link, ranks: int) -> int:
 
 
 def moved(
-    prices: Prices, choice: Choice, own: Sizes, number: int, window: float, tied: float, has: Held, kept: float
+    prices: Prices, choice: Choice, own: Sizes, number: int, window: float, tied: Tied, has: Held, kept: float
 ) -> float:
     """Seconds in which a rank waits for weights, gradients and activations that travel between its device and the host;
     on cores also those of the hooks that watch them. `kept`: bytes of a microbatch that backward keeps."""
@@ -133,7 +133,7 @@ def moved(
     return max(0.05 * seconds, seconds - cluster.overlap * window)
 
 
-def updated(prices: Prices, choice: Choice, own: Sizes, tied: float, has: Held) -> float:
+def updated(prices: Prices, choice: Choice, own: Sizes, tied: Tied, has: Held) -> float:
     """Seconds of the update: the bytes that it reads and writes, where they lie. What is at home on the host is updated
     there, or passes through the device, whichever takes less (optim/tiers/host); pages of the disk come and go beside
     that."""
@@ -161,7 +161,7 @@ def met(prices: Prices, choice: Choice) -> tuple[float, float]:
     spread, profile, cluster = choice.spread, prices.task.profile, prices.task.cluster
     if spread.stages == 1 or choice.schedule in THERE_AND_BACK:  # one rank has both
         return 0.0, 0.0
-    shared = min(prices.tied, max(part.trained.value for part in profile.parts))
+    shared = min(prices.tied_trained, max(part.trained.value for part in profile.parts))
     if not (nbytes := prices.task.numbers.gradient * shared / spread.parts):
         return 0.0, 0.0
     link = cluster.link(spread.stride("stages") * (spread.stages - 1), 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.chunks.gradient_pool import BUFFERS as LOANS
 from shoal.exchange.algorithm import USUAL_CHUNK
@@ -42,15 +43,22 @@ class Held:
         return (1 - self.stays) + (2 * number - 1) * self.again
 
 
-def elements(own: Sizes, tied: float) -> tuple[float, float, float]:
-    """Elements of a rank: weights and trained ones outside of experts, and experts. `tied`: those that its parts
-    share, which are counted once."""
-    return max(0.0, own.weights - tied - own.experts), max(0.0, own.trained - tied - own.experts), own.experts
+class Tied(NamedTuple):
+    """Elements that parts of a rank share, which are counted once: of its weights, and of those that are trained."""
+
+    weights: float
+    trained: float
 
 
-def tied_elements(prices: Prices, spread: Spread) -> float:
-    """Elements that parts of the model share, which a rank with all of it has once; 0 where there are stages."""
-    return prices.tied if spread.stages == 1 else 0.0
+def elements(own: Sizes, tied: Tied) -> tuple[float, float, float]:
+    """Elements of a rank: weights and trained ones outside of experts, and experts."""
+    weights, trained = own.weights - tied.weights, own.trained - tied.trained
+    return max(0.0, weights - own.experts), max(0.0, trained - own.experts), own.experts
+
+
+def tied_elements(prices: Prices, spread: Spread) -> Tied:
+    """What parts of the model share, which a rank with all of it has once; nothing where there are stages."""
+    return Tied(prices.tied, prices.tied_trained) if spread.stages == 1 else Tied(0.0, 0.0)
 
 
 def copies(choice: Choice) -> tuple[int, int]:
@@ -68,7 +76,7 @@ CUT_FROM = {"optimizer state": 1, "masters": 1, "gradients": 2, "weights": 3}
 """The ZeRO stage from which a role is cut among ranks."""
 
 
-def resting(prices: Prices, choice: Choice, own: Sizes, tied: float) -> dict[str, float]:
+def resting(prices: Prices, choice: Choice, own: Sizes, tied: Tied) -> dict[str, float]:
     """Bytes by role that a rank keeps all the time, wherever it does."""
     numbers, (among, with_experts) = prices.task.numbers, copies(choice)
     weights, trained, experts = elements(own, tied)
@@ -84,16 +92,17 @@ def resting(prices: Prices, choice: Choice, own: Sizes, tied: float) -> dict[str
     }
 
 
-def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: float) -> dict[str, float]:
+def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tied) -> dict[str, float]:
     """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations. `last`: it
     has the last stage."""
     spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
         roles = dict.fromkeys(roles, 0.0)
+    largest = min(whole.tensor, whole.trained)  # of the parameters that have gradients, or more
     if choice.offload or is_cut(choice, "gradients"):  # those of earlier stages may wait for later ones
         loans = LOANS + (whole.experts > 0)  # chunks of experts are filled beside others
-        chunk = numbers.gradient * whole.tensor
+        chunk = numbers.gradient * largest
         if not choice.offload and choice.zero == 2:  # of weights that are gathered chunks are as small as can be
             chunk = max(chunk, min(USUAL_CHUNK, numbers.gradient * whole.trained))
         roles["gradients"] += numbers.gradient * whole.waiting + loans * chunk
@@ -103,11 +112,11 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: flo
     if choice.offload or choice.zero == 3:  # a block that is computed again is whole; without a tier a chunk is ahead
         at_work = whole.in_use + (0.0 if choice.offload else whole.tensor)
     roles["weights in use"] = numbers.weight * at_work
-    roles["temporaries"] = max(temporaries, beside + numbers.weight * whole.tensor)
+    roles["temporaries"] = max(temporaries, beside + numbers.weight * largest)
     return roles
 
 
-def held(prices: Prices, choice: Choice, whole: Sizes, tied: float, device: dict[str, float], beside: float) -> Held:
+def held(prices: Prices, choice: Choice, whole: Sizes, tied: Tied, device: dict[str, float], beside: float) -> Held:
     """What a rank holds that needs `device` bytes at least, with activations; `beside`: bytes of them that wait on the
     host.
 

@@ -86,14 +86,16 @@ def _written(profile: Profile) -> dict[str, Any]:
         "refused": dict(profile.refused),
         "buffers": dict(profile.buffers),
         "statistics": profile.statistics,
+        "tied_frozen": profile.tied_frozen,
     }
 
 
 def _read(written: Mapping[str, Any]) -> Profile:
     parts = [_part(each) for each in written["parts"]]
     order, temporaries, beside = written["order"], Cut(**written["temporaries"]), Cut(**written["beside"])
-    own = written["parameters"], written["refused"], written["buffers"], beside, written["statistics"]
-    return Profile(tuple(parts[at] for at in order), temporaries, *own)
+    own = written["parameters"], written["refused"], written["buffers"], beside
+    counted = written["statistics"], written["tied_frozen"]
+    return Profile(tuple(parts[at] for at in order), temporaries, *own, *counted)
 
 
 def _part(written: Mapping[str, Any]) -> PartProfile:

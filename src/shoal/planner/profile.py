@@ -90,7 +90,8 @@ class Profile:
     """A model: its parts in order; bytes of temporaries of one row, without gradients of parameters, and `beside` one;
     elements of all its parameters, where tied ones count once; for each way to divide it why it cannot be divided so
     ("" where it can); why replicas cannot keep its buffers, by what they divide (see buffers); and how
-    many numbers BatchNorm's running statistics are, which replicas merge."""
+    many numbers BatchNorm's running statistics are, which replicas merge. `tied_frozen`: elements that parts share and
+    that are not trained."""
 
     parts: tuple[PartProfile, ...]
     temporaries: Cut
@@ -99,6 +100,7 @@ class Profile:
     buffers: Mapping[str, str] = field(default_factory=dict)
     beside: Cut = field(default_factory=lambda: Cut(0.0, {}))
     statistics: int = 0
+    tied_frozen: int = 0
 
     @property
     def blocks(self) -> int:
@@ -145,7 +147,9 @@ def profile(subject: Subject, ways: Ways) -> Profile:
         return Cut(value, {what: each.divided(value, getattr(each.trace, name)) for what, each in halves.items()})
 
     whys = why_not_replicated(base)
-    return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, whys, lives("beside"), alone.statistics)
+    frozen = sum(alone.weights) - sum(alone.trained) - (alone.whole - alone.whole_trained)
+    own = whys, lives("beside"), alone.statistics, frozen
+    return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, *own)
 
 
 def _divided(what: str, ranks: int, base: Subject, alone: Trace) -> Divided:

@@ -71,7 +71,8 @@ EXACT = "allreduce"
 class Task:
     """What is asked.
 
-    - `rows`: of a global batch; `microbatch`: rows of one forward, None where the planner may choose
+    - `rows`: of a global batch; `microbatch`: rows of one forward, None where the planner may choose; `whole`: where it
+      is given, all rows of a replica are one, however many that are
     - `steps`: of the whole job, None where that is not known
     - `pins`: fields of the plan that are given
     - `legal`: numbers that degrees have to divide ("parts", "tokens", "experts", "heads"), a missing one is 1
@@ -100,6 +101,7 @@ class Task:
     probed: tuple[Probed, ...] = ()
     compiled: bool = False
     optimizer: Callable[[], torch.optim.Optimizer] | None = None
+    whole: bool = False
 
     @property
     def most(self) -> float:

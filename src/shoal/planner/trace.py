@@ -78,7 +78,8 @@ class Trace:
     """A microbatch of a model: its parts in order; the most bytes of temporaries, without gradients of parameters, and
     `beside` one. `weights`: elements of each part's parameters on this rank, `trained` those that have gradients,
     `experts` those of stacked experts, `largest` those of its largest parameter; `tensors`: its parameters that have
-    gradients. `whole`: elements of the whole model, where tied ones count once; `statistics`: numbers of BatchNorm's
+    gradients. `whole`: elements of the whole model, where tied ones count once, `whole_trained` those of them that have
+    gradients; `statistics`: numbers of BatchNorm's
     running statistics."""
 
     parts: tuple[Seen, ...]
@@ -90,6 +91,7 @@ class Trace:
     temporaries: int
     beside: int
     whole: int
+    whole_trained: int
     statistics: int
 
 
@@ -120,7 +122,7 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     temporaries, beside = _temporaries(events, sizes)
     numbers = [_elements(ready, unit) for unit in units]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
-    own = weights, trained, experts, largest, tensors, temporaries, beside, ready.whole
+    own = weights, trained, experts, largest, tensors, temporaries, beside, ready.whole, ready.trained
     statistics = RunningStatistics(ready.local.module).numel
     return Trace(tuple(looker.found), *own, statistics)
 
