@@ -3,25 +3,29 @@ room."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import torch
 
-from shoal.launch.fork_server import ForkServer
 from tests.cpu import Meter
 from tests.leftovers import SharedMemory, end_processes
-from tests.pool import end_ranks
 
+if TYPE_CHECKING:  # the process that deals the tests needs no torch
+    from shoal.launch.fork_server import ForkServer
+
+gc.disable()  # until all tests are collected; what was there by then is not looked at again
 # before ranks start, which else make one in the home directory
 os.environ.setdefault("SHOAL_SECRET", "that of the tests")
+# of the processes that tests start: more threads than cores wait for each other in loops that take the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("shoal")
 
@@ -58,6 +62,10 @@ METER = pytest.StashKey[Meter]()
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Ends the standing ranks, then fails the session if one of its processes or shared memory files is still there."""
+    import torch
+
+    from tests.pool import end_ranks
+
     torch.set_num_threads(1)
     shared_memory = SharedMemory()
     yield
@@ -69,6 +77,8 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Has imported what a rank of a job does, which takes two to three seconds."""
+    from shoal.launch.fork_server import ForkServer
+
     log = tmp_path_factory.mktemp("forks") / "log"
     server = ForkServer(["-m", "shoal.jobs"], {**os.environ, "SHOAL_LAUNCHER": str(os.getpid())}, log)
     while not server.ready:
@@ -113,6 +123,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.files import Files
 
     return Files(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -5,9 +5,10 @@
 
     assert run_ranks(add, 2, 1.0) == [2.0, 2.0]
 
-Rank processes are forked from a server that has imported torch, shoal and the models of tests/parity, so a start costs
-a fraction of a second. A call on `size` ranks uses the first `size` standing ones, so what a rank has imported and
-warmed up serves calls of every size. The store's server lives here, in the test's own process.
+Rank processes are forked from a server that has imported torch, shoal and the models of tests/parity
+(tests/preloaded.py), so a start costs a fraction of a second. A call on `size` ranks uses the first `size` standing
+ones, so what a rank has imported and warmed up serves calls of every size. The store's server lives here, in the test's
+own process.
 """
 
 from __future__ import annotations
@@ -43,11 +44,8 @@ GRACE = 5.0  # seconds that the other ranks have to end once one has failed; a c
 _PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
-_HF = "transformers.models"
-_PRELOADED = ["pytest", "tests.parity.cases", f"{_HF}.llama.modeling_llama", f"{_HF}.mixtral.modeling_mixtral"]
-_PRELOADED += ["torch._inductor.compile_fx"]  # which torch.compile imports, whatever the backend
 preload = _context.set_forkserver_preload
-preload(_PRELOADED)  # what most ranks import: 3 s for each that does so itself
+preload(["tests.preloaded"])
 around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 """Makes of a function what ranks call instead: tests/covered.py measures it there."""
 _call_numbers = itertools.count()

@@ -38,19 +38,21 @@ def excess() -> Excess:
             found[f"{name}: lines over {LINE} characters"] = wide
         if path.suffix != ".py":
             continue
-        tree = ast.parse(text)
-        found |= {f"{name}: {what}": size for what, size in _large(tree)}
-        if not name.startswith(NAMES_DEVICES) and (devices := _devices(tree)):
+        nodes = list(ast.walk(ast.parse(text)))
+        found |= {f"{name}: {what}": size for what, size in _large(nodes)}
+        code = _without_docstrings(nodes)
+        if not name.startswith(NAMES_DEVICES) and (devices := _devices(code)):
             found[f"{name}: names of devices"] = devices
+        named = _names(code)
         for axis, folder in AXES.items():
-            if name not in NAMES_AXES and not (folder and name.startswith(folder)) and _names(tree, axis):
+            if name not in NAMES_AXES and not (folder and name.startswith(folder)) and axis in named:
                 axes[axis].append(name)
     return found | {f"files that name {axis}": len(files) for axis, files in axes.items() if len(files) > NAMERS}
 
 
-def _large(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def _large(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
     """Functions over FUNCTION lines, and constructors with over PARAMETERS parameters (but the engine's)."""
-    for owner in ast.walk(tree):
+    for owner in nodes:
         for node in (
             getattr(owner, "body", []) if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef) else []
         ):
@@ -65,7 +67,7 @@ def _large(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield f"parameters of {called}", given
 
 
-def _devices(tree: ast.Module) -> int:
+def _devices(code: list[ast.AST]) -> int:
     """Places that name CUDA, as a string or as a module, or ask a tensor for it."""
     return sum(
         (
@@ -74,26 +76,22 @@ def _devices(tree: ast.Module) -> int:
             and re.search(r"\bcuda\b", node.value) is not None
         )
         or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
-        for node in _without_docstrings(tree)
+        for node in code
     )
 
 
-def _without_docstrings(tree: ast.Module) -> Iterator[ast.AST]:
-    skipped = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    return (node for node in ast.walk(tree) if id(node) not in skipped)
+def _without_docstrings(nodes: list[ast.AST]) -> list[ast.AST]:
+    skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return [node for node in nodes if id(node) not in skipped]
 
 
-def _names(tree: ast.Module, axis: str) -> bool:
-    """Whether code names an axis: `plan.cp`, a keyword `cp=`, a string "cp"."""
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr == axis)
-        or (isinstance(node, ast.keyword) and node.arg == axis)
-        or (isinstance(node, ast.Name) and node.id == axis)
-        or (isinstance(node, ast.Constant) and node.value == axis)
-        for node in _without_docstrings(tree)
-    )
+_NAMING = {ast.Attribute: "attr", ast.keyword: "arg", ast.Name: "id", ast.Constant: "value"}
+"""Where nodes of these kinds have the name of an axis: `plan.cp`, a keyword `cp=`, a variable, a string "cp"."""
+
+
+def _names(code: list[ast.AST]) -> set[object]:
+    """All that code names."""
+    return {getattr(node, _NAMING[type(node)]) for node in code if type(node) in _NAMING}
 
 
 def main() -> None:

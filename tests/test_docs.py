@@ -31,8 +31,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def shortened(code: str) -> str:
-    """The same program with fewer steps."""
-    return code.replace("steps=100", "steps=3").replace("steps=20", "steps=3")
+    """The same program with fewer steps, of one microbatch each."""
+    return (
+        code.replace("steps=100", "steps=3").replace("steps=20", "steps=3").replace("global_batch=32", "global_batch=8")
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
+from tests.caches import cache_in
 
 JOB = """
 [model]
@@ -43,7 +44,7 @@ save_every = 2
 @pytest.fixture
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """job.toml; its run goes to `run` beside it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_in(tmp_path))
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(20):

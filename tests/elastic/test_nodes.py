@@ -37,6 +37,7 @@ from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.replan import Replanner
 from shoal.plan import Plan
 from shoal.report.metrics import RunRecords, read_metrics
+from tests.caches import cache_in
 
 JOB = """
 [model]
@@ -268,7 +269,7 @@ class Cli:
 
     def __init__(self, folder: Path, *args: str, prefix: tuple[str, ...] = (), secret: Path | None = None) -> None:
         self.out = folder / f"node{len(list(folder.glob('node*')))}.log"
-        env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "XDG_CACHE_HOME": cache_in(folder), "OMP_NUM_THREADS": "1"}
         env.pop("SHOAL_SECRET", None)
         if secret is not None:
             env["SHOAL_SECRET_FILE"] = str(secret)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.report.metrics import read_metrics
+from tests.caches import cache_in
 from tests.cli.conftest import JOB
 
 SHOAL = [sys.executable, "-m", "shoal.cli"]
@@ -38,7 +39,7 @@ def start(place: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts a command in `place`; keywords are variables of its environment."""
 
     def begin(*command: str, **variables: str) -> subprocess.Popen[str]:
-        environ = {**os.environ, "XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1", **variables}
+        environ = {**os.environ, "XDG_CACHE_HOME": cache_in(place), "OMP_NUM_THREADS": "1", **variables}
         return subprocess.Popen(
             command, cwd=place, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
