@@ -127,7 +127,7 @@ def test_ranks_die_with_the_test_run(tmp_path: Path, busy: bool):
         "from tests import pool\n"
         "from tests.test_pool import pid, wait_forever\n"
         "if __name__ == '__main__':\n"
-        "    pool.preload([])\n"
+        "    pool.preload(['tests.test_pool'])\n"
         f"    {call if busy else 'print(*pool.run_ranks(pid, 2)'}, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = str(Path(__file__).parents[1])
