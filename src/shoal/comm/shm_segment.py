@@ -115,4 +115,4 @@ def _map(offer: _Offer, num_bytes: int) -> mmap.mmap:
     if offer.host != process_table():
         raise OSError("it is on another host, or in another container, than rank 0")
     with open(f"/proc/{offer.pid}/fd/{offer.descriptor}", "r+b") as file:
-        return mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED)  # most pages are never touched
