@@ -578,6 +578,15 @@ def test_an_objective_leaves_no_statistics_behind():
     assert all(torch.equal(value, before[name]) for name, value in running.module.named_buffers())
 
 
+def test_an_objective_leaves_a_layer_of_two_names_its_weights():
+    layer = nn.Linear(10, 10)
+    running = Engine(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(10, 3)), regression, ADAMW, global_batch=8)
+    own = list(running.module.parameters())
+    weights = {name: value.detach().clone() for name, value in running.parameters.items()}
+    torch.func.grad(running.objective(next(iter(running.batches(vectors())))))(weights)
+    assert all(each is before for each, before in zip(running.module.parameters(), own, strict=True))
+
+
 def test_a_rank_without_a_microbatch_takes_part_in_derivatives():
     reference = run_ranks(gradient_of_a_short_batch, 1)[0]
     for ours in run_ranks(gradient_of_a_short_batch, 3):

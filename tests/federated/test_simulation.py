@@ -19,7 +19,7 @@ from shoal.federated.settings import STATE, Federated
 from shoal.federated.simulation import Simulation
 from shoal.federated.state import load_state, save_state
 from shoal.models import MLP, classification
-from tests.federated.common import INPUTS, clients, recipe, samples, simulation
+from tests.federated.common import CLASSES, INPUTS, clients, recipe, samples, simulation
 
 
 def by_hand(sim: Simulation, turn: int) -> torch.Tensor:
@@ -32,8 +32,8 @@ def by_hand(sim: Simulation, turn: int) -> torch.Tensor:
         optimizer = sim.recipe.optimizer(module.parameters())
         rows = rows_of_batches(held, [task.client], [task.turn], task.steps, sim.recipe.batch, sim.recipe.seed)
         for batch in rows[0]:
-            total, count = classification(module, {key: values[batch] for key, values in held.tensors.items()})
-            loss = total / count
+            total, count, *aux = sim.recipe.loss(module, {key: values[batch] for key, values in held.tensors.items()})
+            loss = total / count + sum(value / weight for each in aux for value, weight in each.values())
             for parameter, first in zip(module.parameters(), start, strict=True):
                 loss = loss + sim.strategy.mu / 2 * (parameter - first).square().sum()
             optimizer.zero_grad()
@@ -61,6 +61,62 @@ def test_rounds_are_those_of_a_plain_loop(strategy, optimizer, clip, together, m
         wanted = by_hand(sim, number)
         assert sim.round().applied
         torch.testing.assert_close(sim.weights, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Grouped(nn.Sequential):
+    """Derivatives of these layers write in place, which a trace holds."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(INPUTS, 8), nn.GroupNorm(2, 8), nn.SiLU(), nn.Linear(8, CLASSES))
+
+
+class Twice(nn.Module):
+    """Has one layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, CLASSES)
+        self.again = self.first
+
+    def forward(self, x):
+        return self.last(self.again(self.first(x).tanh()))
+
+
+class Summed(nn.Module):
+    """Has two parameters of one gradient, in the very same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one, self.two = nn.Linear(INPUTS, CLASSES), *map(nn.Parameter, torch.ones(2, CLASSES))
+
+    def forward(self, x):
+        return self.layer(x) + (self.one + self.two)
+
+
+def with_numbers(model, mb):
+    """A loss whose count is a plain number, with an auxiliary loss that has a weight."""
+    total, _ = classification(model, mb)
+    return total, len(mb["labels"]), {"size": (model(mb["inputs"]).square().mean(), 4.0)}
+
+
+def low():
+    return MLP([INPUTS, 8, CLASSES], "tanh").bfloat16()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("model", [Grouped, Twice, Summed, low])
+def test_rounds_of_other_models_and_losses_are_those_of_a_plain_loop(model, together, monkeypatch):
+    if not together:
+        monkeypatch.setattr("shoal.federated.together.MOST_BYTES", 1)
+    settings = Federated(clients=4, strategy={"name": "fedprox", "mu": 0.5}, local_steps=3)
+    sim = simulation(settings, recipe(model=model, loss=with_numbers))
+    assert (sim.why == "") is together
+    assert sim.weights.dtype == torch.float32
+    for number in (1, 2):
+        wanted = by_hand(sim, number)
+        sim.round()
+        torch.testing.assert_close(sim.weights, wanted, rtol=1e-5, atol=1e-6)
+    assert sim.evaluate().loss > 0
 
 
 @pytest.mark.matrix

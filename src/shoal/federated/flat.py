@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from shoal.module.build import build
 
 
 class Flat:
-    """Where the parameters and buffers of `module` lie in a vector.
+    """Where the parameters and buffers of `module` lie in a vector, which is of fp32, or of fp64 where all that is
+    trained is.
 
     names: of the trained parameters, each once. weights: elements of those; size: of those and the buffers.
     """
@@ -24,10 +25,7 @@ class Flat:
             raise UserError("the model has no parameter that is trained: nothing would change in any round")
         kept = {name: each for name, each in module.named_buffers() if name in module.state_dict()}
         floating = {name: each for name, each in kept.items() if each.is_floating_point()}
-        dtypes = {each.dtype for each in trained.values()}
-        if len(dtypes) > 1:
-            raise UserError(f"the model's parameters are of several dtypes ({', '.join(map(str, dtypes))}): give one")
-        self.dtype = dtypes.pop()
+        self.dtype = torch.promote_types(torch.float32, _narrowest(trained.values()))
         self.names, self.buffers = list(trained), list(floating)
         self.shapes = [each.shape for each in (*trained.values(), *floating.values())]
         sizes = [math.prod(shape) for shape in self.shapes]
@@ -54,8 +52,18 @@ class Flat:
         return {name: view.clone() for name, view in self.named(flat).items()}
 
 
+def _narrowest(tensors: Iterable[Tensor]) -> torch.dtype:
+    return min((each.dtype for each in tensors), key=lambda dtype: dtype.itemsize)
+
+
 def initial_module(model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Builds the model with the weights that `shoal.Engine` would give it under this seed."""
+    """Builds the model with the weights that `shoal.Engine` would give it under this seed, in the dtype of its
+    vector."""
+    module = _initial_module(model, seed)
+    return module.double() if Flat(module).dtype == torch.float64 else module.float()  # complex buffers stay
+
+
+def _initial_module(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     built = build(model, seed)
     if built.how != "recorded":
         return built.module

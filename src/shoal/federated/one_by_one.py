@@ -53,9 +53,11 @@ class OneByOne:
             gradients = torch.autograd.grad(mean_of(total, count) + auxiliary, parameters, allow_unused=True)
             with torch.no_grad():
                 if self._mu:
-                    for gradient, parameter, anchor in zip(gradients, parameters, anchors, strict=True):
-                        if gradient is not None:
-                            gradient.add_(parameter - anchor, alpha=self._mu)
+                    # not in place: two parameters may have one gradient, or all its elements one place
+                    gradients = tuple(
+                        None if gradient is None else gradient + self._mu * (parameter - anchor)
+                        for gradient, parameter, anchor in zip(gradients, parameters, anchors, strict=True)
+                    )
                 if self._recipe.clip:
                     factor_ = limited(norm_of(gradients), self._recipe.clip)
                     gradients = tuple(each if each is None else each * factor_ for each in gradients)

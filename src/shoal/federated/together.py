@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.fx import Graph, Node
 
 from shoal.federated.flat import Flat
 from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, is_elementwise, limited, mean_of, norm_of
+from shoal.module.functional import call_with
 from shoal.module.random import host_draws, host_state
+from shoal.training.loss import call_loss
 
 MOST = 32
 """Clients that train at once, at most."""
@@ -36,9 +38,8 @@ class WithLoss(nn.Module):
 
     def forward(self, mb: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the sum, the count, and auxiliary losses, which are means."""
-        total, count, *extra = self._loss(self.module, mb)
-        auxiliary = sum(extra[0].values(), torch.zeros_like(total)) if extra else torch.zeros_like(total)
-        return total, count, auxiliary
+        sums = call_loss(self._loss, self.module, mb)
+        return sums.total, sums.count, sum(sums.aux.values(), torch.zeros_like(sums.total))
 
 
 class Together:
@@ -69,7 +70,7 @@ class Together:
         from torch.fx.experimental.proxy_tensor import make_fx  # which takes a second to import
 
         def objective(parameters: list[Tensor], mb: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            total, count, auxiliary = functional_call(module, dict(zip(names, parameters, strict=True)), (mb,))
+            total, count, auxiliary = call_with(module, dict(zip(names, parameters, strict=True)), (mb,))
             return mean_of(total, count) + auxiliary, (total, count.to(total.dtype))
 
         count_of, keys = len(names), list(self._tensors)
@@ -151,13 +152,17 @@ def reached(module: nn.Module, mb: Mapping[str, Tensor], parameters: Sequence[nn
 
 
 def without_repeats(graph: Graph) -> None:
-    """Drops what a traced step computes twice, or for nothing; a trace of a derivative has much of it."""
+    """Drops what a traced step computes twice, or for nothing; a trace of a derivative has much of it. What is written
+    in place, as some derivatives do, is another value before and after, and stays."""
     seen: dict[object, Node] = {}
+    is_written = _written(graph)
     for node in list(graph.nodes):
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             continue
         if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+            continue
+        if any(map(is_written, (node, *node.all_input_nodes))):
             continue
         if _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
@@ -170,6 +175,24 @@ def without_repeats(graph: Graph) -> None:
         else:
             seen[key] = node
     graph.eliminate_dead_code()
+
+
+def _written(graph: Graph) -> Callable[[Node], bool]:
+    """Returns whether the memory of a node's value is written to after it was made, by any node of the graph."""
+    owner: dict[Node, Node] = {}  # the node that has made the memory
+    written = set[Node]()
+    for node in graph.nodes:
+        owner[node], inputs = node, node.all_input_nodes
+        if node.op != "call_function" or not inputs:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or node.target is torch.ops.aten._unsafe_view.default:
+            owner[node] = owner[inputs[0]]  # one of several results
+        elif any(each.alias_info is not None for each in schema.returns):
+            owner[node] = owner[inputs[0]]
+        if schema is not None and schema.is_mutable:
+            written |= {owner[each] for each in inputs}  # also what it only reads, which costs little
+    return lambda node: owner[node] in written
 
 
 def _changes_nothing(node: Node) -> bool:

@@ -33,6 +33,7 @@ from shoal.module.attributes import attributes_as_found, plain_attributes
 from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffers import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
+from shoal.module.functional import weights_of
 from shoal.module.meter import Meter, in_functorch
 from shoal.module.random import host_draws, host_state
 from shoal.module.selective import SAVE, Contexts, keeping
@@ -186,7 +187,7 @@ class _Block:
                 return run(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             failed = False
-            found, weights, plain = self._buffers(), _weights(module), plain_attributes(module)
+            found, weights, plain = self._buffers(), weights_of(module), plain_attributes(module)
             given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
             draws = partial(host_draws, host_state())
@@ -247,13 +248,6 @@ class _Block:
         """Gives buffers the values that the first forward found, inside the context."""
         values = {id(each.copy): each.copy.clone() for each in found.values()}
         return replaced([(each.owner, each.key, values[id(each.copy)]) for each in found.values()])
-
-
-def _weights(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Returns what `module` has for parameters now, each with its table and its key there: for a call of
-    torch.func.functional_call other tensors."""
-    tables = [table for each in module.modules() if isinstance(table := each._parameters, dict)]
-    return [(table, key, value) for table in tables for key, value in dict.items(table)]  # asked for, they would come
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.comm import Group
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.data import Batch
+from shoal.module.functional import call_with
 from shoal.training.forward import Forward
 from shoal.training.microbatches import Dealing, with_idle
 
@@ -54,7 +55,7 @@ class _Functional:
         self._module, self._parameters = module, dict(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self._module, self._parameters, args, kwargs)
+        return call_with(self._module, self._parameters, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
