@@ -4,17 +4,20 @@ lost."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from shoal import Plan
+from shoal import Engine, Plan
 from shoal.checkpoint.reader import tensor_names
 from shoal.comm.simulation import simulate_world
 from shoal.exchange.named import ALGORITHMS
-from tests.exchange.teacher import data, engine
+from shoal.models import regression
+from tests.exchange.teacher import ADAMW, INPUTS, OUTPUTS, data, engine
 from tests.exchange.test_algorithms import setting
 from tests.pool import run_ranks
 
@@ -53,6 +56,42 @@ def resumed(world, name: str, directory: str) -> list[float]:
 def test_a_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     through_ = run_ranks(through, 2, name, str(tmp_path))
     assert run_ranks(resumed, 2, name, str(tmp_path)) == through_
+
+
+class Sometimes(nn.Module):
+    """Uses one layer in some forwards alone. Biases leave gaps in a chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(INPUTS, 5), nn.Linear(5, 5), nn.Linear(5, OUTPUTS)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden + self.extra(hidden) if bool(x[0, 0] > 0) else hidden)
+
+
+def weights_after(world, exchange: Any, directory: str, cut: bool) -> torch.Tensor:
+    torch.set_num_threads(1)
+    make = partial(Engine, Sometimes, regression, ADAMW, Plan(dp=world.size, exchange=exchange), world=world)
+    running = make(global_batch=2, microbatch=1)
+    for batch in running.batches(data(), steps=STOP):
+        running.step(batch)
+    if cut:
+        running.save(directory)
+        running.close()
+        running = make(global_batch=2, microbatch=1)
+        running.load(directory)
+    for batch in running.batches(data(), steps=END - STOP):
+        running.step(batch)
+    found = torch.cat([each.detach().flatten().clone() for each in running.module.parameters()])
+    running.close()
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["delayed", {"name": "onebit_adam", "warmup": 5}])
+def test_gaps_and_layers_without_a_gradient_change_nothing_of_that(exchange, tmp_path):
+    through_ = run_ranks(weights_after, 2, exchange, "", False)
+    assert all(map(torch.equal, run_ranks(weights_after, 2, exchange, str(tmp_path), True), through_))
 
 
 @pytest.mark.parametrize("name", ["bytegrad_fed_back", "topk", "powersgd", "diloco", "local_sgd", "qadam", "delayed"])

@@ -324,6 +324,20 @@ def test_a_server_that_is_started_again_goes_on_to_the_bit(tmp_path):
     assert same(mine, expected)
 
 
+class Noting(nn.Linear):
+    """Has extra state, which is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+
+def test_a_model_with_extra_state_is_served():
+    given, mine = Noting(3, 2), Noting(3, 2)
+    with ParameterServer(given, SGD, Async(), token=TOKEN) as server, client(server) as worker:
+        worker.pull(mine)
+    assert same(mine, given)
+
+
 def test_any_plan_reads_a_servers_checkpoint(tmp_path):
     with serve(Async(), directory=tmp_path, options=Options(save_every=2)) as server:
         trained = train(server, 0, 2)

@@ -43,6 +43,8 @@ class Compressed(Algorithm):
         residuals = (None, None) if self._feedback is None else self._feedback.take(index)
         scatter_gather(chunk.gradient, self.replica.group, self._codec, f"gradients {chunk.index}", *residuals)
         chunk.clear_padding(chunk.gradient)
+        if self._feedback is not None:
+            self._feedback.clear_padding(index)
 
     @property
     def keeps_back(self) -> bool:

@@ -15,6 +15,9 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
 from shoal.exchange.sends import Sends
 
+TOUCHED, UNTOUCHED = 1.0, 2.0
+"""What a checkpoint says of a parameter's part in gradients that wait; 0 where nothing is known."""
+
 
 @dataclass
 class Delayed(Algorithm):
@@ -27,6 +30,8 @@ class Delayed(Algorithm):
     delay: int = 1
     _first: int | None = field(init=False, default=None, repr=False, compare=False)
     """The step of the first gradients; None before a step."""
+    _untouched: list[Sequence[str] | None] = field(init=False, default_factory=list, repr=False, compare=False)
+    """Of the gradients that wait, which parameters they have not touched; None where that is not known."""
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         return Sends(beside=True)
@@ -39,6 +44,8 @@ class Delayed(Algorithm):
         super().attach(replica)
         self._group = replica.background("delayed")
         self._waiting = [[chunk.like_gradient() for chunk in replica.chunks] for _ in range(self.delay)]
+        names = [slot.name for chunk in replica.chunks for slot in chunk.slots]
+        self._noted = [{name: torch.zeros(1) for name in names} for _ in range(self.delay)]
         self.restored()
 
     def begin(self, step: int) -> None:
@@ -68,12 +75,16 @@ class Delayed(Algorithm):
         return untouched if due is None else due
 
     def begin_anew(self) -> None:
+        self._untouched = [None] * self.delay
         super().begin_anew()
         self._first = None
 
     def restored(self) -> None:
-        # unknown (None) for gradients from a checkpoint or other chunks: taken as in the step in which they are applied
-        self._untouched: list[Sequence[str] | None] = [None] * self.delay
+        # not known of older checkpoints: taken as in the step in which they are applied
+        self._untouched = [
+            [name for name, said in noted.items() if said > TOUCHED] if any(map(bool, noted.values())) else None
+            for noted in self._noted
+        ]
 
     def _sum(self, flat: Tensor, index: int) -> None:
         record_use(flat)  # it may be given up meanwhile
@@ -83,7 +94,12 @@ class Delayed(Algorithm):
         self.replica.lane.wait()
 
     def state(self) -> dict[str, State]:
-        return {
-            f"waiting{number}": State(by_parameter(self.replica.chunks, flats), "mean")
-            for number, flats in enumerate(self._waiting)
-        }
+        found = dict[str, State]()
+        for number, (flats, noted, untouched) in enumerate(
+            zip(self._waiting, self._noted, self._untouched, strict=True)
+        ):
+            for name, said in noted.items():
+                said.fill_(0.0 if untouched is None else UNTOUCHED if name in untouched else TOUCHED)
+            found[f"waiting{number}"] = State(by_parameter(self.replica.chunks, flats), "mean")
+            found[f"untouched{number}"] = State(noted, "mean")
+        return found

@@ -94,6 +94,8 @@ class QAdam(Algorithm):
             for view, as_it_was in zip(views, before, strict=True):
                 view.copy_(as_it_was)
             chunk.clear_padding(momentum)
+            if self._feedback is not None:
+                self._feedback.clear_padding(index)
             for name in names:
                 self._move(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
             chunk.publish()

@@ -54,6 +54,12 @@ class Feedback:
             kept.take(index)
         return self.own[index], self.summed[index]
 
+    def clear_padding(self, index: int) -> None:
+        """Zeroes what encoding has made of the gaps between parameters, which no checkpoint has: it would go into the
+        scale of their neighbours."""
+        for flats in (self.own, self.summed):
+            self._chunks[index].clear_padding(flats[index])
+
     def commit(self, to_mean: Tensor | None, skip: Tensor | None, untouched: Collection[str]) -> None:
         for kept in self._kept:
             kept.commit(to_mean, skip, untouched)

@@ -32,7 +32,7 @@ class Held(nn.Module):
         if isinstance(given, nn.Module) and buffers:
             parameters = dict(given.named_parameters(remove_duplicate=False))
             for name, value in given.state_dict().items():
-                if name not in parameters:
+                if name not in parameters and isinstance(value, Tensor):  # no extra state of a module
                     owner, leaf = self._owner(name)
                     owner.register_buffer(leaf, value.detach().clone())
 
