@@ -353,3 +353,28 @@ def test_wrong_arguments_are_refused_and_change_nothing():
     for same, none, plan in run_ranks(_wrong, 2):
         assert "engine.world.without" in same and same == none
         assert "write plan=shoal.Plan(dp=2)" in plan
+
+
+def refused(world: World, kept: bool) -> list[str]:
+    """What ranks are told where two cannot build their model anew, and a third joins."""
+    torch.manual_seed(0)
+    ready = torch.nn.Linear(10, 3)
+    make = partial(Engine, loss=regression, optimizer=ADAMW, global_batch=4)
+    new, running = again(world, world.rank, 3, "three"), None
+    if world.rank < 2:
+        running = make((lambda: ready) if kept else ready, plan=Plan(dp=2), world=again(world, world.rank, 2, "two"))
+    said = [] if running is None or kept else [running.why_not_regroup()]
+    with pytest.raises(UserError) as told:
+        if running is None:
+            make(ready, plan=Plan(dp=3), world=new, joins=True)
+        else:
+            running.regroup(Plan(dp=3), new)
+    return [*said, str(told.value)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"), [(False, "was given a ready one"), (True, "modules that are in training")]
+)
+def test_a_rank_that_joins_is_told_where_the_others_cannot_build_their_model_anew(kept, message):
+    """They refused before they built, and the rank that joined waited for them there."""
+    assert all(message in each for said in run_ranks(refused, 3, kept, timeout=SOON) for each in said)

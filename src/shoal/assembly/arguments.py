@@ -109,11 +109,18 @@ def check_regroup(plan: Any, world: Any, now: World) -> None:
         )
 
 
-def check_alike(recipe: Recipe, everyone: Group) -> None:
+def check_alike(recipe: Recipe, everyone: Group, failed: UserError | None = None) -> None:
     """UserError, on all ranks of `everyone` alike, where they were given other values of what decides who trains which
-    samples, and how: one that joins may have been started otherwise."""
+    samples, and how: one that joins may have been started otherwise. `failed`: why this rank could not build the model,
+    which others may have done."""
     mine = {**recipe.settings(), "microbatch": recipe.microbatch, "sync_bn": recipe.sync_bn, "dropout": recipe.dropout}
-    told = everyone.all_gather_object({name: repr(value) for name, value in mine.items()}) if everyone.size > 1 else []
+    said = {name: repr(value) for name, value in mine.items()}, None if failed is None else str(failed)
+    of_all = everyone.all_gather_object(said) if everyone.size > 1 else []
+    if failed is not None:
+        raise failed
+    if why := next((why for _, why in of_all if why is not None), None):
+        raise UserError(why)
+    told = [settings for settings, _ in of_all]
     for rank, theirs in enumerate(told):
         for name, value in theirs.items():
             if value != told[0][name]:

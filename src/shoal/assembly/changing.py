@@ -13,6 +13,7 @@ from torch import nn
 from shoal.assembly.assembled import Assembled, take_apart
 from shoal.assembly.rebuild import Rebuild
 from shoal.assembly.replan import (
+    READY,
     Assemble,
     Follower,
     check_hooks_of_users,
@@ -104,7 +105,7 @@ class Changing:
     def why_not_regroup(self) -> str:
         """Returns why other ranks could not go on from memory if some failed now, under whatever plan (see `regroup`);
         "" if they may."""
-        return self._session.why_not_left_behind()
+        return READY if isinstance(self._model, nn.Module) else self._session.why_not_left_behind()
 
     @without_collections()
     def _regroup(

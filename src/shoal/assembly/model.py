@@ -63,9 +63,13 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
     """Builds `model`, a factory or a ready module: the same on all ranks, which call it alike."""
     if ranks.world.device.type == "cpu":
         keep_freed_memory()
+    try:
+        built = build_ahead(model, recipe.seed)
+        check_free(built.module)
+    except UserError as error:  # ranks that join would wait for those that go on and refuse their model
+        check_alike(recipe, ranks.world.everyone, error)
+        raise
     check_alike(recipe, ranks.world.everyone)
-    built = build_ahead(model, recipe.seed)
-    check_free(built.module)
     make_alike(built, ranks.world.everyone)
     return whole_model(built, recipe.param_groups)
 

@@ -22,6 +22,10 @@ from shoal.module.ahead import Ahead
 
 REFUSALS = (UserError, StorageError, CheckpointError)
 """What all ranks raise alike, so that the old plan can go on. Anything else is the failure of one rank."""
+READY = (
+    "another plan builds the model anew, and this engine was given a ready one: give Engine a factory, "
+    "model=lambda: Net(...)"
+)
 Assemble = Callable[[nn.Module | Callable[[], nn.Module]], Assembled]
 
 
@@ -145,13 +149,10 @@ def check_hooks_of_users(local: Local | None, everyone: Group) -> None:
 
 
 def _anew(factory: nn.Module | Callable[[], nn.Module], trained: nn.Module) -> Callable[[], nn.Module]:
-    """Returns `factory`, which refuses to give a module again that is in training. Raises UserError if it is a module
-    itself."""
+    """Returns `factory`, which refuses to give a module again that is in training, and one that is a module itself. It
+    does so where it is called: there all ranks learn of it, also those that join."""
     if isinstance(factory, nn.Module):
-        raise UserError(
-            "another plan builds the model anew, and this engine was given a ready one: give Engine a factory, "
-            "model=lambda: Net(...)"
-        )
+        return _ready
     known = set(map(id, trained.modules()))
 
     def make() -> nn.Module:
@@ -164,3 +165,7 @@ def _anew(factory: nn.Module | Callable[[], nn.Module], trained: nn.Module) -> C
         return module
 
     return factory.handed_on(make, known) if isinstance(factory, Ahead) else make
+
+
+def _ready() -> nn.Module:
+    raise UserError(READY)
