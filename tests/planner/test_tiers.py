@@ -176,6 +176,24 @@ def test_a_rank_needs_at_least_what_a_dry_run_counts(plan: Plan, traced: Profile
     assert 0.95 * least <= asked.estimate(choice).bytes <= 1.5 * least, "what is most at other moments is added up"
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ranks_on_cores_have_weights_in_common(zero: int, traced: Profile) -> None:
+    """Role by role what a dry run counts: no weights that are gathered, and two gradients on loan."""
+    plan = Plan(dp=2, zero=zero)
+    subject, optimizer = replace(subject_of("fp32"), plan=plan), partial(torch.optim.AdamW, lr=1e-3)
+    on = cluster(hosts=1, count=2, memory=64 * GIB)
+    hosts = tuple(replace(each, device=replace(each.device, on_host=True)) for each in on.hosts)
+    numbers = replace(numbers_of(subject.precision, optimizer), dtype=torch.bfloat16)  # of which there is a peak
+    asked = Search(Task(traced, replace(on, hosts=hosts), 16, numbers, 2, pins={"recompute": "none"}))
+    estimate = asked.estimate(Choice(Spread.of(plan), 2, zero=zero))
+    counted = predict(dry_run(subject), optimizer, plan, subject.precision, Machine(1 << 40, None, 2), 4)
+    rows = {row.role: row.nbytes for row in counted.need.rows}
+    roles = ("weights", "gradients", "optimizer state", "weights in use", "gradients on loan")
+    assert [estimate.memory.get(role, 0) for role in roles] == [
+        pytest.approx(rows.get(role, 0), rel=0.05) for role in roles
+    ]
+
+
 def adapted() -> nn.Module:
     """A model whose embedding is its head too, and of which next to nothing is trained."""
     table = {"name": "gpt", "layers": 4, "d_model": 256, "heads": 4, "vocab_size": 8192, "sequence": 128, "tied": True}

@@ -28,8 +28,8 @@ from shoal.report.levels import read_memory_traces
 from shoal.report.metrics import RunRecords, read_metrics
 from shoal.report.terms import WAITING
 
-STATE = ("weights", "gradients", "masters", "optimizer state", "weights in use")
-"""Roles that a run counts without a GPU."""
+STATE = ("weights", "gradients", "masters", "optimizer state", "weights in use", "gradients on loan")
+"""Roles that a run counts without a GPU, the last two of them within plan.memory."""
 PARTS = tuple(each for each in TERMS if each not in ("compute", "stages"))
 SAID = {**NAMES, WAITING: f"{NAMES[WAITING]} and communication"}
 NOT_SAMPLED = "no step was sampled"
@@ -205,5 +205,6 @@ def _memory(run_dir: Path, records: RunRecords, estimate: Estimate) -> Compared:
     fullest = max(traces, key=lambda each: each.most)
     if fullest.counts_all:
         return Compared(what, "bytes", estimate.bytes, fullest.most)
-    held = sum(estimate.memory.get(role, 0.0) for role in STATE)
+    counted = {role for levels in fullest.levels.values() for role in levels}
+    held = math.fsum(estimate.memory.get(role, 0.0) for role in STATE if role in counted)
     return Compared(f"{what}: state and weights in use", "bytes", held, fullest.most)

@@ -11,7 +11,7 @@ from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Device, Link
 from shoal.planner.computing import python_of
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
-from shoal.planner.held import Held, Tied, copies, elements, is_cut, resting
+from shoal.planner.held import Held, Tied, copies, elements, in_common, is_cut, resting
 from shoal.planner.pipes import THERE_AND_BACK
 from shoal.planner.task import EXACT, Choice
 
@@ -45,7 +45,7 @@ def exchanged(
     device = prices.slowest
     coding = again * sends.passes * (reduced + numbers.gradient * experts) / (device.bandwidth * device.streams)
     together = copies(choice)[0]
-    common = in_common(prices, choice, stride * together)
+    common = in_common(prices, choice)
     passes = is_cut(choice, "weights") and not common  # they are gathered to be used
     if common:
         total += link.seconds("all_gather", 0, together, sum(calls))  # ranks meet when all are updated
@@ -71,13 +71,6 @@ def exchanged(
     if passes and device.on_host:
         waits += often * sum(calls) * HOOKS * python_of(device)
     return max(0.0, early - hidden) + waits, {"copies": wire}
-
-
-def in_common(prices: Prices, choice: Choice, span: int) -> bool:
-    """Whether ranks that share the state, within `span` neighbours, have one copy of the weights in memory that is
-    common to them, as ranks on the cores of a host do: then nothing of them is sent."""
-    on_cores = prices.slowest.on_host and choice.zero > 0 and choice.offload is None
-    return on_cores and prices.task.cluster.per_host % span == 0
 
 
 def sends_of(prices: Prices, choice: Choice) -> Sends:

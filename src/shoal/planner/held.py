@@ -72,6 +72,14 @@ def is_cut(choice: Choice, role: str) -> bool:
     return choice.zero >= (1 if choice.offload else CUT_FROM[role])
 
 
+def in_common(prices: Prices, choice: Choice) -> bool:
+    """Whether ranks that share the state have one copy of the weights in memory that is common to them, as ranks on the
+    cores of a host do: then nothing of them is sent."""
+    on_cores = prices.slowest.on_host and choice.zero > 0 and choice.offload is None
+    span = choice.spread.stride("copies") // choice.spread.tokens * copies(choice)[0]
+    return on_cores and prices.task.cluster.per_host % span == 0
+
+
 CUT_FROM = {"optimizer state": 1, "masters": 1, "gradients": 2, "weights": 3}
 """The ZeRO stage from which a role is cut among ranks."""
 
@@ -82,7 +90,8 @@ def resting(prices: Prices, choice: Choice, own: Sizes, tied: Tied) -> dict[str,
     weights, trained, experts = elements(own, tied)
 
     def kept(role: str, plain: float) -> float:
-        return plain / among + experts / with_experts if is_cut(choice, role) else plain + experts
+        whole = role == "weights" and in_common(prices, choice)
+        return plain / among + experts / with_experts if is_cut(choice, role) and not whole else plain + experts
 
     return {
         "weights": numbers.weight * kept("weights", weights),
@@ -99,17 +108,18 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tie
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
         roles = dict.fromkeys(roles, 0.0)
+    gathers = choice.zero == 3 and not in_common(prices, choice)
     largest = min(whole.tensor, whole.trained)  # of the parameters that have gradients, or more
     if choice.offload or is_cut(choice, "gradients"):  # those of earlier stages may wait for later ones
         loans = LOANS + (whole.experts > 0)  # chunks of experts are filled beside others
         chunk = numbers.gradient * largest
-        if not choice.offload and choice.zero == 2:  # of weights that are gathered chunks are as small as can be
-            chunk = max(chunk, min(USUAL_CHUNK, numbers.gradient * whole.trained))
-        roles["gradients"] += numbers.gradient * whole.waiting + loans * chunk
+        if not choice.offload and not gathers:  # of weights that are gathered chunks are as small as can be
+            chunk = max(chunk, min(USUAL_CHUNK, numbers.gradient * sum(elements(whole, tied)[1:])))
+        roles["gradients on loan"] = numbers.gradient * whole.waiting + loans * chunk
     profile, limit = prices.task.profile, math.inf if last else whole.largest
     temporaries, beside = (rows * min(each.on(spread), limit) for each in (profile.temporaries, profile.beside))
     at_work = 0.0
-    if choice.offload or choice.zero == 3:  # a block that is computed again is whole; without a tier a chunk is ahead
+    if choice.offload or gathers:  # a block that is computed again is whole; without a tier a chunk is ahead
         at_work = whole.in_use + (0.0 if choice.offload else whole.tensor)
     roles["weights in use"] = numbers.weight * at_work
     roles["temporaries"] = max(temporaries, beside + numbers.weight * largest)

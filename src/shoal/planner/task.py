@@ -46,7 +46,16 @@ NAMES = {
     "other": "other",
 }
 """The terms for a reader, wherever they are shown; JSON has the short ones as keys."""
-ROLES = ("weights", "gradients", "masters", "optimizer state", "weights in use", "activations", "temporaries")
+ROLES = (
+    "weights",
+    "gradients",
+    "masters",
+    "optimizer state",
+    "weights in use",
+    "gradients on loan",
+    "activations",
+    "temporaries",
+)
 
 
 @dataclass(frozen=True)
