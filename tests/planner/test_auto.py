@@ -71,7 +71,11 @@ def test_what_a_job_may_say_of_its_plan() -> None:
     assert parse_job(base, ["plan=auto"])[0].auto.wanted
     job, _ = parse_job({**base, "plan": {"name": "auto", "tp": 2}})
     assert job.auto.wanted and job.plan == Plan(tp=2)
-    assert not parse_job({**base, "plan": {"tp": 2}})[0].auto.wanted
+    given = {**base, "plan": {"tp": 2, "dp": 1}}
+    assert not parse_job(given)[0].auto.wanted
+    job, origins = parse_job(given, ["plan.zero=1", "plan=auto", "plan.measure=3"])  # a resolved.toml gives all fields
+    assert job.auto.wanted and job.auto.measure == 3 and job.plan == Plan(zero=1) and "plan.tp" not in origins
+    assert parse_job(given, ["plan.name=auto"])[0].plan == Plan(tp=2)
     for plan in ({"name": "fast"}, "fast"):
         with pytest.raises(UserError, match="plan"):
             parse_job({**base, "plan": plan})

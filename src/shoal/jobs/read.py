@@ -80,6 +80,9 @@ def parse_job(
     for assignment in assignments:
         section, path, value = _assignment(assignment)
         _known(section, f"--set {assignment}", tables)
+        if not path:
+            _leave_to_the_planner(tables["plan"], origins)
+            path = ["name"]
         key = path[0]
         value = _nested(tables[section].get(key), path[1:], value, f"--set {assignment}")
         _check(section, key, value, f"--set {assignment}")
@@ -148,7 +151,7 @@ def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:
         section, path, value = _assignment(assignment)
         if section != "plan":
             raise UserError(f"--set {assignment}: while a run trains only its plan can change, e.g. --set plan.zero=3")
-        if path[0] in ASKS:
+        if not path or path[0] in ASKS:
             raise UserError(
                 f"--set {assignment}: the planner is not asked while a run trains; give fields of a plan, or end the "
                 "run and start it again with --set plan=auto, which goes on from its last checkpoint"
@@ -182,12 +185,19 @@ def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def _leave_to_the_planner(plan: dict[str, Any], origins: dict[str, str]) -> None:
+    """Takes out the fields that the file gives: of a resolved.toml they are what was chosen, and all defaults."""
+    for key in [each for each in plan if origins[f"plan.{each}"] == "file" and each not in ASKS]:
+        del plan[key], origins[f"plan.{key}"]
+
+
 def _assignment(text: str) -> tuple[str, list[str], Any]:
-    """Parses "train.lr=1e-3" to ("train", ["lr"], 0.001). A value that is not TOML is a text: train.precision=bf16."""
+    """Parses "train.lr=1e-3" to ("train", ["lr"], 0.001), "plan=auto" to ("plan", [], "auto"). A value that is not TOML
+    is a text: train.precision=bf16."""
     name, equals, written = text.partition("=")
     section, *path = name.strip().split(".")
     if section == "plan" and not path and written.strip().strip('"') == AUTO:
-        return section, ["name"], AUTO
+        return section, [], AUTO
     if not equals or not path or not all(path):
         raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
     return section, path, _value(written)
