@@ -53,6 +53,16 @@ def test_a_microbatch_that_is_given_is_dealt_whole() -> None:
     assert next(whole.choices(Spread(copies=8))).microbatch == 4
 
 
+def test_a_host_that_is_too_small_is_what_is_named() -> None:
+    """The device has room; it was said to need less than it may use."""
+    on = cluster(hosts=1, count=1, memory=2 * GIB)
+    small = replace(on, hosts=tuple(replace(host, memory=GIB) for host in on.hosts))
+    asked = task(model(blocks=40), on=small, rows=2)
+    with pytest.raises(UserError, match=r"takes ([\d.]+) GiB of its host for a rank, where \d+ MiB are. Take more"):
+        search(asked)
+    assert search(replace(asked, cluster=on)).best
+
+
 def with_bandwidth(bandwidth: float, memory: float = 8 * GIB) -> Cluster:
     """The cluster with devices whose memory is so fast."""
     on = cluster(memory=memory)

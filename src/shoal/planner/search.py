@@ -205,9 +205,16 @@ def search(task: Task) -> Found:
         assert found.nearest is not None
         near = found.nearest
         plan = spoken(near.choice.plan(task.pins).to_dict()) or "one rank"
+        most, needs = asked.most(near.choice), near.bytes
+        if asked.prices.slowest.on_host:  # one memory
+            needs += near.on_host
+        takes = f"{units.enough(needs)} of a rank, which may use {units.size(most)}"
+        if needs <= most:
+            has = units.size(task.cluster.host_memory)
+            takes = f"{units.enough(near.on_host)} of its host for a rank, where {has} are"
         raise UserError(
             f"no plan fits: the one that needs least, {plan} with microbatches of {near.choice.microbatch}, takes "
-            f"{units.enough(near.bytes)} of a rank, which may use {units.size(task.most)}. Take more devices, or ones "
-            f"with more memory, a smaller model or shorter rows{', or free what is pinned' if task.pins else ''}"
+            f"{takes}. Take more devices, or ones with more memory, a smaller model or shorter "
+            f"rows{', or free what is pinned' if task.pins else ''}"
         )
     return found
