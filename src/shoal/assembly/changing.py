@@ -25,6 +25,7 @@ from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.session import Session
 from shoal.comm import World
 from shoal.errors import LaunchError
+from shoal.native.heap import give_back_memory
 from shoal.training.loop import Loop
 from shoal.training.result import StepResult
 
@@ -131,6 +132,7 @@ class Changing:
         for follower in self.followers:
             follower.follow()
         take_apart(*left)
+        give_back_memory()
         for callback in self._resized:
             callback(old, self.world)
 

@@ -1,7 +1,8 @@
 """Native kernels: the C files of this folder, compiled on first use into one library in a cache (`cache`).
 
-The library is keyed by source, flags and CPU. It needs no torch headers: plain pointers go through ctypes. `library()`
-is None where there is no C compiler or SHOAL_NATIVE=0; callers then use their torch fallback.
+A library is keyed by source, flags and CPU. Kernels need no torch headers: plain pointers go through ctypes.
+`library()` is None where there is no C compiler or SHOAL_NATIVE=0; callers then use their torch fallback.
+`tensors.cpp`, which torch itself is to use, needs its headers, and is a library of its own (see `heap`).
 """
 
 from __future__ import annotations
@@ -114,26 +115,31 @@ def _library() -> ctypes.CDLL | None:
 def _load(compiler: str) -> ctypes.CDLL:
     """Compiles the kernels if they are not in the cache, and loads them. Raises OSError or RuntimeError."""
     files = sorted(Path(__file__).parent.glob("*.[ch]"))
-    sources = [file for file in files if file.suffix == ".c"]
-
-    def build(target: Path) -> None:
-        log.info("compiling the kernels, once on this machine")
-        done = subprocess.run(
-            [compiler, *_FLAGS, "-o", str(target), *map(str, sources)], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")
-
-    kernels = cache.load(f"kernels-{_fingerprint([file.read_bytes() for file in files], compiler)}", build)
+    kernels = compiled("kernels", [compiler, *_FLAGS], [file for file in files if file.suffix == ".c"], files)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(kernels, name)
         function.restype, function.argtypes = result, arguments
     return kernels
 
 
-def _fingerprint(sources: list[bytes], compiler: str) -> str:
-    parts = [*sources, compiler.encode(), " ".join(_FLAGS).encode(), platform.machine().encode(), _cpu_features()]
-    return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
+def compiled(name: str, command: list[str], sources: list[Path], files: list[Path], *versions: str) -> ctypes.CDLL:
+    """Loads the library of `sources`, which `command` compiles, with what follows -o, unless it is in the cache, where
+    its key is the command, all of its `files`, and the `versions` of what it is compiled against. Raises OSError or
+    RuntimeError."""
+
+    def build(target: Path) -> None:
+        log.info("compiling the %s, once on this machine", name)
+        done = subprocess.run([*command, "-o", str(target), *map(str, sources)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} could not compile the {name}: {done.stderr.strip()[:500]}")
+
+    key = [*(file.read_bytes() for file in files), *(each.encode() for each in (*command, *versions))]
+    return cache.load(f"{name}-{_fingerprint(key)}", build)
+
+
+def _fingerprint(parts: list[bytes]) -> str:
+    machine = platform.machine().encode(), _cpu_features()
+    return hashlib.blake2b(b"\0".join([*parts, *machine]), digest_size=10).hexdigest()
 
 
 def _cpu_features() -> bytes:
