@@ -47,12 +47,11 @@ def faults(how: str) -> list[int]:
 
 def test_later_steps_fault_in_few_pages():
     """All eight together not a quarter of what one step takes; glibc as it stands faults in the second step anew, and
-    some of the others. The largest blocks come fresh each time, lest they leave holes: in the heap page by page, apart
-    from it in large pages where there are any."""
+    some of the others. In the heap the largest blocks come fresh each time, lest they leave holes."""
     for how in ("apart", "heap"):
         large, steps = faults(how)
         assert steps < 480 * PAGES / 4, how
-        assert large > (0.9 * 8 * 96 * PAGES if how == "heap" else 8 * 96 / 2 - 1)
+        assert large > 0.9 * 8 * 96 * PAGES if how == "heap" else large < 96 * PAGES / 4
     assert faults("given back")[1] > 0.9 * 480 * PAGES
 
 
@@ -111,13 +110,12 @@ for step in range(6):
 assert resident() - start < 1.1 * 100 * 2**20, (resident() - start) / 2**20
 
 # what torch promises of tensors
-for number, kept in (2**23, True), (2**25, False):
-    big = torch.ones(number)
-    held = resident()
-    del big
-    assert (resident() > held - 2**20) == kept
-    give_back_memory()
-    assert resident() < held - 4 * number + 2**22
+big = torch.ones(2**25)
+held = resident()
+del big
+assert resident() > held - 2**20
+give_back_memory()
+assert resident() < held - 4 * 2**25 + 2**22
 for size in (2**50, 2**60):
     try:
         torch.empty(size, dtype=torch.uint8)
