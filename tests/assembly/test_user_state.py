@@ -538,3 +538,43 @@ def _from_a_disk(world: World, directory: str) -> tuple[bool, bool]:
 
 def test_a_disk_that_has_no_objects_is_not_gone_on_from(tmp_path):
     assert run_ranks(_from_a_disk, 2, str(tmp_path)) == [(True, False)] * 2
+
+
+class Counting(torch.nn.Module):
+    """Counts its forwards in a dict: its extra state, or that of an engine."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.linear, self.counts = torch.nn.Linear(3, 1), counts
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        self.counts["forwards"] += 1
+        return self.linear(row)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.counts
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.counts.update(state)
+
+
+def test_extra_state_of_a_module_is_said_to_be_in_no_checkpoint_and_engine_state_keeps_it(tmp_path):
+    def counted(counts: dict[str, int]) -> Engine:
+        def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+            return model(batch["row"]).square().sum(), len(batch["row"])
+
+        world = World.single()
+        with pytest.warns(UserWarning, match=r"1 \(Counting\) has extra state .* no checkpoint has: .* engine\.state"):
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), Counting(counts))
+            engine = Engine(model, loss, lambda groups: torch.optim.SGD(groups, 0.1), global_batch=2, world=world)
+        engine.state("counts", counts)
+        return engine
+
+    data = [{"row": torch.ones(3)} for _ in range(4)]
+    first, second = counted({"forwards": 0}), counted(found := {"forwards": 0})
+    for batch in first.batches(data, steps=2):
+        first.step(batch)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert found == {"forwards": 2}
+    first.close(), second.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -131,3 +132,32 @@ def test_a_model_of_others_has_after_training_what_one_process_has(name):
         optimizer.zero_grad()
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(clients[0].state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+class Centred(nn.Module):
+    """A moving average that forwards write, which a server knows nothing of, and one of BatchNorm, which it keeps."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes, self.norm, self.out = writes, nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.centre.lerp_(rows.detach().mean(0), 0.1)
+        return self.out(self.norm(rows) - self.centre)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_client_says_which_buffer_no_server_has(writes):
+    mine, server = Centred(writes), ParameterServer(Centred(writes), SGD, Sync(1), token=TOKEN)
+    with warnings.catch_warnings(record=True) as w, connect([server.address], TOKEN, rank=0, timeout=20.0) as worker:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            version = worker.pull(mine)
+            mine(torch.randn(4, 3)).sum().backward()
+            worker.push(mine, version)
+            mine.zero_grad()
+    server.close()
+    said = [str(each.message) for each in w if "buffer" in str(each.message)]
+    assert len(said) == writes and all("changes the buffer centre" in each for each in said)

@@ -6,6 +6,7 @@ goes the same way, in a world without other ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,21 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
         raise
     check_alike(recipe, ranks.world.everyone)
     make_alike(built, ranks.world.everyone)
+    if ranks.world.rank == 0:
+        _tell_of_extra_state(built.module)
     return whole_model(built, recipe.param_groups)
+
+
+def _tell_of_extra_state(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if type(each).get_extra_state is not nn.Module.get_extra_state:
+            warnings.warn(
+                f"{name or 'the model'} ({type(each).__name__}) has extra state (get_extra_state), which no checkpoint "
+                "has: a run that goes on from one begins with what the factory gives. Keep it in a buffer, or in an "
+                "object that engine.state(name, ...) is given",
+                stacklevel=5,
+            )
+            return
 
 
 def whole_model(built: Built, rule: GroupRule | None) -> WholeModel:

@@ -161,6 +161,17 @@ def has_batch_statistics(root: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for _, module in whole_model(root))
 
 
+def other_buffers(root: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint has, by name, without those of BatchNorm."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, owner in root.named_modules()
+        if not isinstance(owner, _BatchNorm)
+        for name, value in owner._buffers.items()
+        if value is not None and name not in owner._non_persistent_buffers_set
+    }
+
+
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm whose training statistics are those of the whole global batch, over `group`; runs on CPU and CUDA.
 

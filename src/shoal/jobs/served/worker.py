@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm import World
 from shoal.data import Batch, Cursor
@@ -29,7 +28,7 @@ from shoal.jobs.served.table import SYNC
 from shoal.jobs.served.tables import tables_of
 from shoal.launch.identity import Identity
 from shoal.launch.local import signals
-from shoal.module.batchnorm import RunningStatistics
+from shoal.module.batchnorm import RunningStatistics, other_buffers
 from shoal.server import Client, connect
 from shoal.server.embeddings import RowsInUse
 from shoal.server.link import About
@@ -79,7 +78,7 @@ class _Worker:
         self.engine.optimizer.torch.register_step_pre_hook(self._keep)
         self._gradients: dict[str, Tensor | None] = {}
         self._statistics = RunningStatistics(self.engine.module)
-        self._buffers = {name: value.clone() for name, value in self._persistent().items()}
+        self._buffers = {name: value.clone() for name, value in other_buffers(self.engine.module).items()}
         self._version = -1
 
     def _keep(self, *step: object) -> None:
@@ -156,18 +155,11 @@ class _Worker:
             found["sample"] = write_on(self.engine, settled.tokenizer, run.sample)
         return found
 
-    def _persistent(self) -> dict[str, Tensor]:
-        """Returns the buffers that a checkpoint has, without BatchNorm's, of which the server knows."""
-        module = self.engine.module
-        kept = {name: value for name, value in module.named_buffers() if name in module.state_dict()}
-        of = {name: module.get_submodule(name.rpartition(".")[0]) for name in kept}
-        return {name: value for name, value in kept.items() if not isinstance(of[name], _BatchNorm)}
-
     def _check_buffers(self) -> None:
         """Raises UserError where a forward changes what a checkpoint has beside the parameters."""
         if not self._buffers:
             return
-        now = self._persistent()
+        now = other_buffers(self.engine.module)
         for name, before in self._buffers.items():
             if not torch.equal(now[name], before):
                 raise UserError(
