@@ -304,7 +304,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights():
 
 
 def test_clip_value_needs_a_number_and_an_algorithm_that_leaves_updates_to_the_optimizer():
-    make = partial(Engine, Net, callers_loss, partial(torch.optim.SGD, lr=0.1), global_batch=1)
+    make = partial(Engine, Net, callers_loss, torch.optim.Adam, global_batch=1)
     with pytest.raises(UserError, match="clip_value = 0: give a number above 0"):
         make(clip_value=0)
     with pytest.raises(UserError, match='"qadam" updates by itself, without clip_value: use clip'):
