@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.device import CPU, current_stream, is_accelerator, on_stream
 from shoal.errors import UserError
-from shoal.module.batchnorm import RunningStatistics, other_buffers
+from shoal.server.buffers import Buffers
 from shoal.server.held import Given, named
 from shoal.server.link import About, Link, TableForm
 from shoal.server.messages import Taken, Work
@@ -76,8 +75,7 @@ class Client:
     def __init__(self, links: Sequence[Link], rank: int) -> None:
         self._links, self.rank = links, rank
         self._threads = ThreadPoolExecutor(len(links), "shoal-client") if len(links) > 1 else None
-        self._following: tuple[nn.Module, RunningStatistics] | None = None
-        self._found: dict[str, tuple[Tensor, int]] | None = {}
+        self._buffers = Buffers()
         self.tables: dict[str, tuple[Rows, TableForm]] = {}
         """Each table's rows among the servers, and their form."""
         for name, form in links[0].tables.items():
@@ -92,12 +90,8 @@ class Client:
         """
         parameters = self._checked(model)
         version = _version(self._each(lambda link: link.pull(parameters), parameters))
-        if isinstance(model, nn.Module) and self.statistics is not None:
-            self._following = model, RunningStatistics(model)
-            self._following[1].put(self.statistics)
-            self._following[1].begin()
-        if isinstance(model, nn.Module) and self._found is not None:
-            self._found = {name: (each, each._version) for name, each in other_buffers(model).items()}
+        if isinstance(model, nn.Module):
+            self._buffers.pulled(model, self.statistics)
         return version
 
     @property
@@ -121,26 +115,8 @@ class Client:
             raise UserError(
                 "push: no parameter of the model has a gradient: call backward() after pull, and zero_grad() after push"
             )
-        if isinstance(model, nn.Module):
-            self._tell_of_buffers(model)
-        term = None
-        if self._following is not None and self._following[0] is model:
-            term = self._following[1].term().cpu()
-            self._following[1].begin()
+        term = self._buffers.term(model) if isinstance(model, nn.Module) else None
         return self._each(lambda link: link.push(gradients, given[link], About(count), term), gradients)
-
-    def _tell_of_buffers(self, model: nn.Module) -> None:
-        """Warns, once, of a buffer of `model` that has changed since the pull, as servers have only BatchNorm's."""
-        now, found = other_buffers(model) if self._found else {}, self._found or {}
-        for name, (before, version) in found.items():
-            if now.get(name) is not before or before._version != version:
-                self._found = None
-                warnings.warn(
-                    f"the model's forward changes the buffer {name}, which servers have as it was in the beginning: "
-                    "they keep such only of BatchNorm. Save it with the clients, or take a model without it",
-                    stacklevel=3,
-                )
-                return
 
     def ask(self, seconds: float, found: Mapping[str, Any]) -> Work:
         """Asks the server that deals the samples of a job for work; see messages.Ask."""
