@@ -75,7 +75,7 @@ def test_a_forward_that_waits_is_predicted_to_wait():
     assert rows == 2 and forward > 1
     prices = Search(probed).prices
     forward = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
-    assert PAUSE <= forward / probed.cluster.hosts[0].device.crowd < 3 * PAUSE
+    assert 0.95 * PAUSE <= forward / probed.cluster.hosts[0].device.crowd < 3 * PAUSE
     half = Search(probed).estimate(Choice(Spread(copies=1), 2)).terms["compute"]
     assert half > 32 * PAUSE, "of 64 rows"
 
