@@ -42,7 +42,7 @@ class Slow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor and not x.is_meta:
             self.runs += 1
-        time.sleep(PAUSE)
+        time.sleep(1.05 * PAUSE)  # measured it may be a hair shorter
         noise = torch.rand(()) + random.random() + np.random.rand()
         return self.linear(self.norm(x)) * (noise > 0)
 
@@ -75,7 +75,7 @@ def test_a_forward_that_waits_is_predicted_to_wait():
     assert rows == 2 and forward > 1
     prices = Search(probed).prices
     forward = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
-    assert 0.95 * PAUSE <= forward / probed.cluster.hosts[0].device.crowd < 3 * PAUSE
+    assert PAUSE <= forward / probed.cluster.hosts[0].device.crowd < 3 * PAUSE
     half = Search(probed).estimate(Choice(Spread(copies=1), 2)).terms["compute"]
     assert half > 32 * PAUSE, "of 64 rows"
 

@@ -27,6 +27,7 @@ from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.source import Source
 from shoal.chunks import Buffer, Chunk, Slot
 from shoal.errors import CheckpointError, UserError
+from shoal.module.buffers import persistent_buffers
 from shoal.optim.optimizer import ChunkOptimizer
 from shoal.parallel.layout import Layout
 
@@ -98,7 +99,7 @@ def scale_of_replica(source: Source, own: str) -> list[float] | None:
 
 def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns the persistent buffers, with their names in a checkpoint."""
-    return [(f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module)]
+    return [(f"buffer.{name}", buffer) for name, _, buffer in persistent_buffers(module)]
 
 
 def restore(
@@ -211,13 +212,6 @@ def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[Titled]:
 
 def _model(chunks: Sequence[Chunk]) -> Iterator[Titled]:
     return ((f"model.{slot.name}", slot.name, slot.view(chunk.master)) for chunk in chunks for slot in chunk.slots)
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _masters_wanted(owned: Buffer, role: WriterRole) -> list[Want]:

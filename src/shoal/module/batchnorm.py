@@ -14,6 +14,7 @@ from shoal.comm.collectives import Group
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.device import is_accelerator
 from shoal.errors import UserError
+from shoal.module.buffers import persistent_buffers
 from shoal.module.stand_in import whole_model
 
 
@@ -163,13 +164,7 @@ def has_batch_statistics(root: nn.Module) -> bool:
 
 def other_buffers(root: nn.Module) -> dict[str, Tensor]:
     """The buffers that a checkpoint has, by name, without those of BatchNorm."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, owner in root.named_modules()
-        if not isinstance(owner, _BatchNorm)
-        for name, value in owner._buffers.items()
-        if value is not None and name not in owner._non_persistent_buffers_set
-    }
+    return {name: value for name, owner, value in persistent_buffers(root) if not isinstance(owner, _BatchNorm)}
 
 
 class SyncBatchNorm(_BatchNorm):

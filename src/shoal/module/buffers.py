@@ -42,6 +42,14 @@ def replaced(values: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
             owner._buffers[attribute] = buffer
 
 
+def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yields the buffers that a checkpoint has, each with its name and the module that has it."""
+    for path, owner in root.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), owner, buffer
+
+
 def buffers_replaced(root: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Puts `values` in the place of the buffers of `root` that have their names, inside the context."""
     places = ((*name.rpartition(".")[::2], value) for name, value in values.items())

@@ -105,7 +105,7 @@ class Prices:
 
     @cached_property
     def tied_trained(self) -> float:
-        """Those of them that are trained."""
+        """Elements of them that are trained."""
         return max(0.0, self.tied - self.task.profile.tied_frozen)
 
     @cached_property

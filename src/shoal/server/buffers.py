@@ -11,7 +11,7 @@ from shoal.module.batchnorm import RunningStatistics, other_buffers
 
 
 class Buffers:
-    """Those of the model that has pulled last."""
+    """Follows the model that has pulled last."""
 
     def __init__(self) -> None:
         self._following: tuple[nn.Module, RunningStatistics] | None = None

@@ -122,8 +122,7 @@ def choose_microbatch(
     """
     if global_batch < 1:
         raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
-    if given is not None and not 1 <= given <= global_batch:
-        raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
+    check_microbatch(given, global_batch)
     check_routing(given, module, sync_bn)
     if sync_bn:
         if given not in (None, whole):
@@ -140,6 +139,12 @@ def choose_microbatch(
             "switch on sync_bn for statistics over the global batch",
         )
     return given or part(whole)
+
+
+def check_microbatch(given: int | None, global_batch: int) -> None:
+    """Raises ArgumentError for a number of samples that no step has."""
+    if given is not None and not 1 <= given <= global_batch:
+        raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
 
 
 def check_routing(given: int | None, module: nn.Module, sync_bn: bool = False) -> None:
