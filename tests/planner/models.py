@@ -7,6 +7,7 @@ import torch
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.profile import Cut, Message, PartProfile, Profile
 from shoal.planner.task import Numbers, Task
+from shoal.planner.temporaries import Lives
 
 MIB, GIB = 2**20, 2**30
 BOTH = {"parts": 1.0, "tokens": 1.0}
@@ -45,7 +46,7 @@ def model(blocks: int = 6, elements: float = 10e6, saved: float = 32 * MIB) -> P
     ends = part("embedding", 0.0, elements, MIB, block=False), part("head", 5e10, elements, saved, block=False)
     return Profile(
         (ends[0], *parts, ends[1]),
-        Cut(16 * MIB, BOTH),
+        Lives(*(Cut(16 * MIB, BOTH),) * 3),
         round((blocks + 2) * elements),
         {"parts": "", "tokens": "", "ring": "", "experts": "no experts"},
     )

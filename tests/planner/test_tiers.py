@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,36 @@ def test_a_rank_needs_at_least_what_a_dry_run_counts(plan: Plan, traced: Profile
     counted = [predict(each, optimizer, plan, subject.precision, machine, 8 // plan.dp) for each in recorded]
     least = max(each.need.total("device") for each in counted)
     assert 0.95 * least <= asked.estimate(choice).bytes <= 1.5 * least, "what is most at other moments is added up"
+
+
+WORDS = [
+    ({"dp": 2, "zero": zero, "recompute": recompute}, rows, tied)
+    for zero in (0, 3)
+    for recompute in ("none", "selective", "full")
+    for rows, tied in ((2, True), (8, False))
+]
+WORDS += [({"tp": 2}, 1, True), ({"tp": 4}, 1, True), ({"tp": 4}, 1, False), ({"pp": 2, "recompute": "full"}, 8, True)]
+
+
+@pytest.mark.parametrize("fields, rows, tied", WORDS, ids=str)
+def test_a_vocabulary_that_is_most_of_a_model(fields: dict[str, Any], rows: int, tied: bool) -> None:
+    """The loss was counted once more for a block that is computed again, gradients of a tied embedding once a row, and
+    under tp a rank was said to have none of the weights of a model with such an embedding."""
+    table = {"name": "gpt", "layers": 2, "d_model": 64, "heads": 4, "vocab_size": 8192, "sequence": 32, "tied": tied}
+    made, row = build(table), {key: torch.zeros(32, dtype=torch.int64) for key in ("input_ids", "labels")}
+    subject = Subject(made.factory, made.loss, row, 1, precision("fp32"), Plan())
+    plan, optimizer = Plan.from_dict(fields), partial(torch.optim.AdamW, lr=1e-3)
+    numbers = replace(numbers_of(subject.precision, optimizer), dtype=torch.bfloat16)  # of which there is a peak
+    on = cluster(hosts=1, count=plan.size, memory=64 * GIB)
+    traced = profile(subject, {"parts": (2,)} if plan.tp > 1 else {})
+    asked = Search(Task(traced, on, 2 * rows, numbers, rows, pins={"recompute": plan.recompute}))
+    estimate = asked.estimate(Choice(Spread.of(plan), rows, zero=plan.zero, recompute=plan.recompute))
+    ranks = [dry_run(replace(subject, plan=plan, microbatch=rows, rank=rank)) for rank in range(plan.pp)]
+    machine = Machine(1 << 40, 1 << 40, plan.size)
+    needs = [predict(each, optimizer, plan, subject.precision, machine, 2 // plan.dp).need for each in ranks]
+    counted = max(needs, key=lambda need: need.total("device"))
+    assert estimate.memory["optimizer state"] == pytest.approx(counted.of("optimizer state"), rel=0.01)
+    assert 0.98 <= estimate.bytes / counted.total("device") <= 1.15
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -43,9 +43,9 @@ class Spent:
 class Sizes:
     """The sizes of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of
     experts), and bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most
-    that one piece saves without recompute; `in_use`: elements of the largest part, `tensor`: of the largest
-    parameter; `calls`: operations of a forward; `tensors`: parameters that are trained; `waiting`: trained elements of
-    the largest stage of a rank but its last."""
+    that one piece saves without recompute, `again`: that one block does; `in_use`: elements of the largest part,
+    `tensor`: of the largest parameter; `calls`: operations of a forward; `tensors`: parameters that are trained;
+    `waiting`: trained elements of the largest stage of a rank but its last."""
 
     weights: float
     trained: float
@@ -53,6 +53,7 @@ class Sizes:
     saved: dict[str, float]
     boundary: float
     largest: float
+    again: float
     in_use: float
     tensor: float
     calls: float
@@ -68,7 +69,7 @@ def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
     """The sizes of so many of each, of which the first is called first."""
     summed = ("weights", "trained", "experts", "calls", "tensors")
     total = {name: sum(getattr(each, name) * number for each, number in sizes) for name in summed}
-    most = {name: max(getattr(each, name) for each, _ in sizes) for name in ("largest", "in_use", "tensor")}
+    most = {name: max(getattr(each, name) for each, _ in sizes) for name in ("largest", "again", "in_use", "tensor")}
     saved = {policy: sum(each.saved[policy] * number for each, number in sizes) for policy in POLICIES}
     return Sizes(saved=saved, boundary=sizes[0][0].boundary, **total, **most)
 
@@ -96,17 +97,6 @@ class Prices:
     def pieces(self) -> list[list[PartProfile]]:
         """The parts of the model in the pieces that stages consist of."""
         return grouped(self.task.profile.parts)
-
-    @cached_property
-    def tied(self) -> float:
-        """Elements that parts of the model share."""
-        profile = self.task.profile
-        return max(0.0, math.fsum(part.weights.value for part in profile.parts) - profile.parameters)
-
-    @cached_property
-    def tied_trained(self) -> float:
-        """Elements of them that are trained."""
-        return max(0.0, self.tied - self.task.profile.tied_frozen)
 
     @cached_property
     def side(self) -> float:
@@ -279,6 +269,7 @@ class Prices:
             {"none": saved, "full": others + given, "selective": min(saved, others + given + results)},
             own[0].boundary.on(spread) if own[0].boundary.value else given,
             saved,
+            saved - others,
             max(part.weights.on(spread) for part in own),
             max(part.largest.on(spread) for part in own),
             math.fsum(part.calls.on(spread) for part in own),

@@ -104,7 +104,7 @@ class Estimates(Timed):
     def _cheapest(self, choice: Choice, lane: Lane, rank: int, flying: tuple[int, ...], need: float) -> Counts:
         """The counts of a rank's blocks that free `need` bytes in the least time; where none do, those that free
         most."""
-        whole = self._own(choice.spread, lane.stages, rank).largest * choice.microbatch
+        whole = self._own(choice.spread, lane.stages, rank).again * choice.microbatch
         best = None
         fronts = [(lane.front(rank, flying, True), need)] if "none" in lane.policies else []
         for front, wanted in (*fronts, (lane.front(rank, flying, False), need + whole)):

@@ -154,8 +154,8 @@ def met(prices: Prices, choice: Choice) -> tuple[float, float]:
     spread, profile, cluster = choice.spread, prices.task.profile, prices.task.cluster
     if spread.stages == 1 or choice.schedule in THERE_AND_BACK:  # one rank has both
         return 0.0, 0.0
-    shared = min(prices.tied_trained, max(part.trained.value for part in profile.parts))
-    if not (nbytes := prices.task.numbers.gradient * shared / spread.parts):
+    shared = min(profile.tied_trained.on(spread), max(part.trained.on(spread) for part in profile.parts))
+    if not (nbytes := prices.task.numbers.gradient * shared):
         return 0.0, 0.0
     link = cluster.link(spread.stride("stages") * (spread.stages - 1), 2)
     # Replicas add them up with their own, in groups of twice as many: each has a part of what is more then.
@@ -176,6 +176,7 @@ def agreed(prices: Prices, choice: Choice, number: int) -> float:
     seconds = among.seconds("all_reduce", 8.0 * statistics, replicas)
     if statistics:  # replicas tell each other first how often they have updated them
         seconds += among.seconds("all_gather", 0.0, replicas)
-    for what, ranks, calls in (("parts", spread.parts, 1), ("stages", spread.stages, 2 + (prices.tied > 0))):
+    ties = prices.task.profile.tied.value > 0
+    for what, ranks, calls in (("parts", spread.parts, 1), ("stages", spread.stages, 2 + ties)):
         seconds += cluster.link(spread.stride(what), ranks).seconds("all_reduce", 0.0, ranks, calls)
     return seconds + device.on_host * (STEP + number * choice.chunks * MICROBATCH) * launching(device)

@@ -14,6 +14,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.profile import Cut, Profile, deepened
 from shoal.planner.search import Search, search
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
+from shoal.planner.temporaries import Lives
 
 MOST = 1 << 12
 """Times as much, at most, that is asked for."""
@@ -156,7 +157,7 @@ def longest(task: Task) -> tuple[float, bool]:
             for part in task.profile.parts
         )
         own = task.profile
-        return replace(own, parts=parts, temporaries=cut(own.temporaries), beside=cut(own.beside))
+        return replace(own, parts=parts, lives=Lives(*map(cut, own.lives)))
 
     quarters, more = _most(lambda quarters: replace(task, profile=longer(quarters / 4)), 4)
     return quarters / 4, more

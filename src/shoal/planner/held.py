@@ -58,7 +58,8 @@ def elements(own: Sizes, tied: Tied) -> tuple[float, float, float]:
 
 def tied_elements(prices: Prices, spread: Spread) -> Tied:
     """What parts of the model share, which a rank with all of it has once; nothing where there are stages."""
-    return Tied(prices.tied, prices.tied_trained) if spread.stages == 1 else Tied(0.0, 0.0)
+    profile = prices.task.profile
+    return Tied(*(each.on(spread) * (spread.stages == 1) for each in (profile.tied, profile.tied_trained)))
 
 
 def copies(choice: Choice) -> tuple[int, int]:
@@ -82,6 +83,8 @@ def in_common(prices: Prices, choice: Choice) -> bool:
 
 CUT_FROM = {"optimizer state": 1, "masters": 1, "gradients": 2, "weights": 3}
 """The ZeRO stage from which a role is cut among ranks."""
+USES = 3
+"""Gradients of a weight that parts share, at most: one of each of two uses, and their sum."""
 
 
 def resting(prices: Prices, choice: Choice, own: Sizes, tied: Tied) -> dict[str, float]:
@@ -110,19 +113,26 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tie
         roles = dict.fromkeys(roles, 0.0)
     gathers = choice.zero == 3 and not in_common(prices, choice)
     largest = min(whole.tensor, whole.trained)  # of the parameters that have gradients, or more
+    weights, trained, experts = elements(whole, tied)
     if choice.offload or is_cut(choice, "gradients"):  # those of earlier stages may wait for later ones
         loans = LOANS + (whole.experts > 0)  # chunks of experts are filled beside others
         chunk = numbers.gradient * largest
         if not choice.offload and not gathers:  # of weights that are gathered chunks are as small as can be
-            chunk = max(chunk, min(USUAL_CHUNK, numbers.gradient * sum(elements(whole, tied)[1:])))
-        roles["gradients on loan"] = numbers.gradient * whole.waiting + loans * chunk
-    profile, limit = prices.task.profile, math.inf if last else whole.largest
-    temporaries, beside = (rows * min(each.on(spread), limit) for each in (profile.temporaries, profile.beside))
+            chunk = max(chunk, min(USUAL_CHUNK, numbers.gradient * (trained + experts)))
+        at_once = numbers.gradient * whole.waiting + loans * chunk
+        most = numbers.gradient * (trained + experts) if gathers else math.inf  # else it is buffers that stay
+        roles["gradients on loan"] = min(at_once, most)
+    lives = prices.task.profile.lives
+    if last:
+        above, beside = rows * lives.above.on(spread), rows * lives.beside.on(spread)
+    else:  # no loss, whose tensors are largest
+        above = beside = rows * min(lives.passing.on(spread), whole.largest)
     at_work = 0.0
     if choice.offload or gathers:  # a block that is computed again is whole; without a tier a chunk is ahead
         at_work = whole.in_use + (0.0 if choice.offload else whole.tensor)
-    roles["weights in use"] = numbers.weight * at_work
-    roles["temporaries"] = max(temporaries, beside + numbers.weight * largest)
+    roles["weights in use"] = numbers.weight * min(at_work, weights + experts)
+    gradients = max(largest, USES * tied.trained)
+    roles["temporaries"] = max(above, beside + numbers.weight * gradients)
     return roles
 
 

@@ -24,6 +24,7 @@ from shoal.planner.degrees import Ways
 from shoal.planner.kept import folder
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import Cut, Message, PartProfile, Profile
+from shoal.planner.temporaries import Lives
 
 MOST = 64
 """Profiles that are kept."""
@@ -80,22 +81,22 @@ def _written(profile: Profile) -> dict[str, Any]:
     return {
         "parts": [distinct[each] for each in parts],
         "order": [parts.index(id(part)) for part in profile.parts],
-        "temporaries": asdict(profile.temporaries),
-        "beside": asdict(profile.beside),
+        "lives": [asdict(each) for each in profile.lives],
         "parameters": profile.parameters,
         "refused": dict(profile.refused),
         "buffers": dict(profile.buffers),
         "statistics": profile.statistics,
-        "tied_frozen": profile.tied_frozen,
+        "tied": asdict(profile.tied),
+        "tied_trained": asdict(profile.tied_trained),
     }
 
 
 def _read(written: Mapping[str, Any]) -> Profile:
     parts = [_part(each) for each in written["parts"]]
-    order, temporaries, beside = written["order"], Cut(**written["temporaries"]), Cut(**written["beside"])
-    own = written["parameters"], written["refused"], written["buffers"], beside
-    counted = written["statistics"], written["tied_frozen"]
-    return Profile(tuple(parts[at] for at in order), temporaries, *own, *counted)
+    order, lives = written["order"], Lives(*(Cut(**each) for each in written["lives"]))
+    own = written["parameters"], written["refused"], written["buffers"]
+    counted = written["statistics"], Cut(**written["tied"]), Cut(**written["tied_trained"])
+    return Profile(tuple(parts[at] for at in order), lives, *own, *counted)
 
 
 def _part(written: Mapping[str, Any]) -> PartProfile:

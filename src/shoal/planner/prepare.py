@@ -119,7 +119,7 @@ class Prepared:
 
     - `local`: what the assembly makes of the module, in a world whose other ranks are not there
     - `parameters`: those of the rank, in the order in which chunks are cut; `options`: of each optimizer group
-    - `whole`: elements of the parameters before the module was cut among ranks; `trained`: of those with gradients
+    - `whole`: elements of the parameters before the module was cut among ranks
     - `buffers`: bytes
     - `calls`: what the operations inside gave before
     """
@@ -129,7 +129,6 @@ class Prepared:
     parameters: list[Described]
     options: list[dict[str, Any]]
     whole: int
-    trained: int
     buffers: int
     calls: KnownCalls
 
@@ -146,7 +145,6 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     """Makes of `built` what the assembly of an engine would; inside, all tensors are fake."""
     module = built.module
     whole = sum(parameter.numel() for parameter in module.parameters())
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
@@ -171,7 +169,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         if has_batch_statistics(module):
             stack.enter_context(OneRow())
         module.train()
-        yield Prepared(local, world, parameters, model.groups.options, whole, trained, buffers, calls)
+        yield Prepared(local, world, parameters, model.groups.options, whole, buffers, calls)
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
 from shoal.planner.buffers import why_not_replicated
 from shoal.planner.degrees import Spread, Ways, traced_as
 from shoal.planner.prepare import Subject
+from shoal.planner.temporaries import Lives
 from shoal.planner.trace import Seen, Trace, trace
 
 WAYS = ("parts", "tokens", "ring", "experts")
@@ -87,20 +89,20 @@ class PartProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model: its parts in order; bytes of temporaries of one row, without gradients of parameters, and `beside` one;
-    elements of all its parameters, where tied ones count once; for each way to divide it why it cannot be divided so
-    ("" where it can); why replicas cannot keep its buffers, by what they divide (see buffers); and how
-    many numbers BatchNorm's running statistics are, which replicas merge. `tied_frozen`: elements that parts share and
-    that are not trained."""
+    """A model: its parts in order; what of one row lives beside what backward keeps; elements of all its parameters,
+    where tied ones count once; for each way to divide it why it cannot be divided so ("" where it can); why replicas
+    cannot keep its buffers, by what they divide (see buffers); and how many numbers BatchNorm's running statistics are,
+    which replicas merge. `tied`: elements that parts share, all but once, `tied_trained`: those of them that are
+    trained."""
 
     parts: tuple[PartProfile, ...]
-    temporaries: Cut
+    lives: Lives[Cut]
     parameters: int
     refused: Mapping[str, str]
     buffers: Mapping[str, str] = field(default_factory=dict)
-    beside: Cut = field(default_factory=lambda: Cut(0.0, {}))
     statistics: int = 0
-    tied_frozen: int = 0
+    tied: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    tied_trained: Cut = field(default_factory=lambda: Cut(0.0, {}))
 
     @property
     def blocks(self) -> int:
@@ -142,14 +144,15 @@ def profile(subject: Subject, ways: Ways) -> Profile:
                 break
     parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
 
-    def lives(name: str) -> Cut:
-        value = getattr(alone, name)
-        return Cut(value, {what: each.divided(value, getattr(each.trace, name)) for what, each in halves.items()})
+    def whole(name: str) -> Cut:
+        of = attrgetter(name)
+        value = of(alone)
+        return Cut(value, {what: each.divided(value, of(each.trace)) for what, each in halves.items()})
 
     whys = why_not_replicated(base)
-    frozen = sum(alone.weights) - sum(alone.trained) - (alone.whole - alone.whole_trained)
-    own = whys, lives("beside"), alone.statistics, frozen
-    return Profile(tuple(parts), lives("temporaries"), alone.whole, refused, *own)
+    lives = Lives(*(whole(f"lives.{name}") for name in Lives._fields))
+    tied = whole("tied"), whole("tied_trained")
+    return Profile(tuple(parts), lives, alone.whole, refused, whys, alone.statistics, *tied)
 
 
 def _divided(what: str, ranks: int, base: Subject, alone: Trace) -> Divided:

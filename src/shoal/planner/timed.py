@@ -113,7 +113,7 @@ class Timed:
         """Bytes of the activations of a rank: those that wait for a backward, and those of the block that is computed
         again."""
         kept, again = lane.kept(rank, flying, counts)
-        whole = self._own(choice.spread, lane.stages, rank).largest if again else 0.0
+        whole = self._own(choice.spread, lane.stages, rank).again if again else 0.0
         return choice.microbatch * kept, choice.microbatch * whole
 
     def _meets(self, choice: Choice) -> bool:

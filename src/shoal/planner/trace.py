@@ -9,7 +9,8 @@ engine's own hooks see, and what travels is what the groups of a silent world bo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from shoal.planner.alike import alike, kind_of, outline
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
-from shoal.planner.recording import Event
+from shoal.planner.temporaries import Lives, lives
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Trace:
-    """A microbatch of a model: its parts in order; the most bytes of temporaries, without gradients of parameters, and
-    `beside` one. `weights`: elements of each part's parameters on this rank, `trained` those that have gradients,
-    `experts` those of stacked experts, `largest` those of its largest parameter; `tensors`: its parameters that have
-    gradients. `whole`: elements of the whole model, where tied ones count once, `whole_trained` those of them that have
-    gradients; `statistics`: numbers of BatchNorm's
-    running statistics."""
+    """A microbatch of a model: its parts in order, and what lives beside what backward keeps. `weights`: elements of
+    each part's parameters on this rank, `trained` those that have gradients, `experts` those of stacked experts,
+    `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements that parts
+    share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of the whole
+    model, where tied ones count once; `statistics`: numbers of BatchNorm's running statistics."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -88,10 +88,10 @@ class Trace:
     experts: tuple[int, ...]
     largest: tuple[int, ...]
     tensors: tuple[int, ...]
-    temporaries: int
-    beside: int
+    lives: Lives[int]
+    tied: int
+    tied_trained: int
     whole: int
-    whole_trained: int
     statistics: int
 
 
@@ -119,36 +119,23 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     looker = _Looker(ready, units)
     events = run(ready, subject, looker.through)
     sizes = {name: parameter.nbytes for name, parameter in ready.local.module.named_parameters()}
-    temporaries, beside = _temporaries(events, sizes)
+    shared = _shared(ready, units)
+    tied, tied_trained = (sum(each) for each in zip((0, 0), *shared.values(), strict=True))
     numbers = [_elements(ready, unit) for unit in units]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
-    own = weights, trained, experts, largest, tensors, temporaries, beside, ready.whole, ready.trained
-    statistics = RunningStatistics(ready.local.module).numel
-    return Trace(tuple(looker.found), *own, statistics)
+    own = weights, trained, experts, largest, tensors, lives(events, sizes, shared.keys())
+    ends = tied, tied_trained, ready.whole, RunningStatistics(ready.local.module).numel
+    return Trace(tuple(looker.found), *own, *ends)
 
 
-def _temporaries(events: Sequence[Event], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The most bytes that live beside what backward keeps, without gradients of parameters, whose bytes are `sizes`;
-    and the most while there is such a gradient."""
-    ends: dict[int, int] = {}
-    latest: dict[int, int] = {}
-    for place, (what, value) in enumerate(events):
-        if what == "live":
-            latest[value] = place  # type: ignore[index]
-        elif what == "came":  # its gradient is the last tensor of its size
-            ends[latest.get(sizes[value], -1)] = place  # type: ignore[index]
-    live = kept = most = beside = own = 0
-    until = -1
-    for place, (what, value) in enumerate(events):
-        if place in ends:
-            own, until = value, ends[place]  # type: ignore[assignment]
-        if place > until:
-            own = 0
-        live += value if what == "live" else 0  # type: ignore[operator]
-        kept += value if what == "saved" else 0  # type: ignore[operator]
-        most = max(most, live - kept - own)
-        beside = max(beside, live - kept - own) if own else beside
-    return most, beside
+def _shared(ready: Prepared, units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
+    """Of each parameter that several parts have its elements, all but once, and those that have gradients."""
+    often = Counter(place for unit in units for place in {id(each) for each in unit.module.parameters()})
+    found = {}
+    for name, each in ready.local.module.named_parameters():
+        if (more := often[id(each)] - 1) > 0:
+            found[name] = more * each.numel(), more * each.numel() * each.requires_grad
+    return found
 
 
 def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int, int]:
