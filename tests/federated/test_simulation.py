@@ -1,6 +1,5 @@
 """Rounds, on a small set: against plain loops, against themselves under other settings, and after a restart."""
 
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +12,7 @@ from torch import nn
 from shoal.device import CPU
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.federated.clients import clients_of, rows_of_batches
+from shoal.federated.flat import initial_module
 from shoal.federated.one_by_one import OneByOne
 from shoal.federated.partition import iid
 from shoal.federated.settings import STATE, Federated
@@ -23,11 +23,12 @@ from tests.federated.common import CLASSES, INPUTS, clients, recipe, samples, si
 
 
 def by_hand(sim: Simulation, turn: int) -> torch.Tensor:
-    """A round of FedAvg or FedProx as one writes it: a copy of the module and torch's optimizer for each client."""
+    """A round of FedAvg or FedProx as one writes it: a module and torch's optimizer for each client."""
     sim.local.put(sim.weights)
     whole, held = torch.zeros_like(sim.weights), sim.clients.train
     for task in sim.schedule.draw(turn).tasks:
-        module = deepcopy(sim.module).train()
+        module = initial_module(sim.recipe.model, sim.recipe.seed).train()  # a copy would have no view of a weight
+        module.load_state_dict(sim.module.state_dict())
         start = [parameter.detach().clone() for parameter in module.parameters()]
         optimizer = sim.recipe.optimizer(module.parameters())
         rows = rows_of_batches(held, [task.client], [task.turn], task.steps, sim.recipe.batch, sim.recipe.seed)
@@ -91,6 +92,18 @@ class Summed(nn.Module):
 
     def forward(self, x):
         return self.layer(x) + (self.one + self.two)
+
+
+class Listed(nn.Module):
+    """Finds the weight of its last layer in a list of its own, and a view of its first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, CLASSES)
+        self.found = [self.last.weight, self.first.weight.detach().t()]
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x).tanh() + x @ self.found[1], self.found[0], self.last.bias)
 
 
 def with_numbers(model, mb):
@@ -161,6 +174,16 @@ class Partly(nn.Module):
 
     def forward(self, x):
         return self.last(x)
+
+
+def test_a_forward_that_has_a_weight_from_elsewhere_trains_clients_one_by_one():
+    """A trace of clients together held the first values of such a weight, and had no gradient of it."""
+    sim = simulation(Federated(clients=4, local_steps=3), recipe(model=Listed))
+    assert sim.why.startswith("its forward finds first.weight elsewhere than in its module")
+    for number in (1, 2):
+        wanted = by_hand(sim, number)
+        sim.round()
+        torch.testing.assert_close(sim.weights, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -13,7 +13,8 @@ from shoal.federated.together import WithLoss
 
 
 class OneByOne:
-    """Trains `module`, whose parameters and buffers become views of one vector; see `Together`."""
+    """Trains `module`, whose parameters and buffers stay where they are: a forward may have them from elsewhere, such
+    as a list of its own; see `Together`."""
 
     size = 1
 
@@ -21,12 +22,11 @@ class OneByOne:
         self._flat, self._recipe, self._tensors, self._mu = flat, recipe, tensors, mu
         self._module = module
         device = next(module.parameters()).device
-        self._now = torch.zeros(flat.size, dtype=flat.dtype, device=device)
-        self._start = torch.zeros_like(self._now)
-        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        views = flat.views(self._now)
-        self._optimizer = LocalOptimizer(recipe, list(self._parameters.items()), views[: len(self._parameters)])
-        self._views = dict(zip((*flat.names, *flat.buffers), views, strict=True))
+        self._start = torch.zeros(flat.size, dtype=flat.dtype, device=device)
+        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._parameters = [each for _, each in named]
+        self._values = [each.detach() for each in self._parameters]
+        self._optimizer = LocalOptimizer(recipe, named, self._values)
         self._loss = WithLoss(module, recipe.loss)
         self._kept = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in set(flat.buffers)}
 
@@ -43,11 +43,11 @@ class OneByOne:
         self._module.train()
         self._begin(start)
         self._optimizer.begin(factor)
-        parameters = list(self._parameters.values())
+        parameters = self._parameters
         anchors = self._flat.views(self._start)[: len(parameters)]
-        losses = torch.zeros((), dtype=torch.float64, device=self._now.device)
+        losses = torch.zeros((), dtype=torch.float64, device=self._start.device)
         counts = torch.zeros_like(losses)
-        for batch in rows.to(self._now.device):
+        for batch in rows.to(self._start.device):
             total, count, auxiliary = self._loss({key: values[batch] for key, values in self._tensors.items()})
             gradients: tuple[Tensor | None, ...]
             gradients = torch.autograd.grad(mean_of(total, count) + auxiliary, parameters, allow_unused=True)
@@ -64,25 +64,21 @@ class OneByOne:
                 self._optimizer.step(gradients)
                 losses += total.detach()
                 counts += count
-        with torch.no_grad():
-            return self._start - self._ended(), losses, counts
+        return self._start - self._ended(), losses, counts
 
     @torch.no_grad()
     def _begin(self, start: Tensor) -> None:
-        """Puts `start` into the module, whose parameters are views of what the optimizer updates."""
+        """Puts `start` into the module."""
         self._start.copy_(start)
-        self._now.copy_(start)
-        for name, parameter in self._parameters.items():
-            parameter.data = self._views[name]
+        views = self._flat.views(self._start)
+        torch._foreach_copy_(self._values, views[: len(self._values)])
         buffers = dict(self._module.named_buffers())
-        for name in self._flat.buffers:
-            buffers[name].copy_(self._views[name])
+        for name, view in zip(self._flat.buffers, views[len(self._values) :], strict=True):
+            buffers[name].copy_(view)
         for name, value in self._kept.items():
             buffers[name].copy_(value)
 
     def _ended(self) -> Tensor:
         """Returns the vector of the module after its steps: a forward may have bound buffers anew."""
-        buffers = dict(self._module.named_buffers())
-        for name in self._flat.buffers:
-            self._views[name].copy_(buffers[name])
-        return self._now
+        named = dict(zip(self._flat.names, self._values, strict=True))
+        return self._flat.vector(named | dict(self._module.named_buffers()))

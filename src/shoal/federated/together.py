@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from shoal.federated.flat import Flat
 from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, is_elementwise, limited, mean_of, norm_of
 from shoal.module.functional import call_with
 from shoal.module.random import host_draws, host_state
+from shoal.module.record import storage_of
 from shoal.training.loss import call_loss
 
 MOST = 32
@@ -102,6 +103,10 @@ class Together:
                 module.get_buffer(name).copy_(before[name])
         if changed:
             raise NotImplementedError(f"its forward changes {', '.join(changed)}")
+        trained = {name: each for name, each in module.named_parameters() if name in names}
+        if past := constant_of(graph, trained):
+            name = past.removeprefix("module.")
+            raise NotImplementedError(f"its forward finds {name} elsewhere than in its module, which a trace holds")
         if draws:
             raise NotImplementedError("its forward draws from numpy or Python, which a trace would hold as constants")
         without_repeats(graph.graph)
@@ -149,6 +154,14 @@ def reached(module: nn.Module, mb: Mapping[str, Tensor], parameters: Sequence[nn
     total, _, auxiliary = module(mb)
     gradients = torch.autograd.grad(total + auxiliary, parameters, allow_unused=True)
     return [gradient is not None for gradient in gradients]
+
+
+def constant_of(graph: GraphModule, trained: Mapping[str, nn.Parameter]) -> str | None:
+    """Returns which of the parameters `trained` a traced step has as a constant, itself or a view of it: a forward has
+    it from a list, or from a closure, and not by its name in a module, under which a client's own is put."""
+    held = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    places = {storage_of(each) for each in held if isinstance(each, Tensor) and each.layout == torch.strided}
+    return next((name for name, each in trained.items() if storage_of(each) in places), None)
 
 
 def without_repeats(graph: Graph) -> None:
