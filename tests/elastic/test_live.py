@@ -147,6 +147,13 @@ def kill_the_new_one_while_it_joins(run: Run) -> None:
     run.ranks()[-1].kill()
 
 
+def kill_while_no_file_is_replaced(run: Run) -> None:
+    """As on a full disk, for what a generation writes of itself: rank 0 is another one then."""
+    for name in ("run.lock.tmp", "resolved.toml.tmp"):
+        (run.folder / "runs/job" / name).mkdir()
+    run.ranks()[0].kill()
+
+
 @dataclass
 class Row:
     """Faults of a node with four ranks. `lost`: whether steps are trained again. `sets`, `steps`: of the job."""
@@ -161,6 +168,7 @@ class Row:
 ROWS = {
     "a rank": Row(kill(2)),
     "rank 0": Row(kill(0), steps=200),
+    "rank 0, and no file is replaced": Row(kill_while_no_file_is_replaced),
     "a stopped rank": Row(stop),
     "two at once": Row(kill(1, 2), survivors=2),
     "another while they go on": Row(kill_again_while_they_go_on, survivors=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -166,3 +167,23 @@ def test_a_process_of_a_job_whose_nodes_come_and_go_knows_its_own_hold(tmp_path,
         assert lock.holder_of(tmp_path) == held
         monkeypatch.setenv(JOB, "one job")
     assert own_hold(tmp_path) is None
+
+
+def test_on_a_full_disk_a_later_generation_goes_on_and_a_new_run_is_refused(tmp_path, monkeypatch, caplog):
+    def full(path: Path, text: str) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock, "replace_text", full)
+    monkeypatch.setenv(JOB, "one job")
+    before = Holder("elsewhere", 1, 0.0, job="one job")
+    put(tmp_path, before)
+    with locked(tmp_path, World.single().everyone):
+        assert holder_of(tmp_path) == before
+    assert "run.lock stays that of the generation before: it cannot be written ([Errno 28]" in caplog.text
+    (tmp_path / NAME).unlink()
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *args, **more: (full if "x" in args else opened)(path, *args, **more)
+    )
+    with pytest.raises(UserError, match=r"cannot be written: \[Errno 28\] No space left.*Choose another run.dir"):
+        locked(tmp_path, World.single().everyone).__enter__()

@@ -40,7 +40,7 @@ from shoal.jobs.stop import Halted
 from shoal.jobs.timeline import Kept
 from shoal.jobs.train import about, begin, cost_of
 from shoal.jobs.underway import tell_what_is_under_way
-from shoal.jobs.write import write_resolved
+from shoal.jobs.write import keep_resolved
 from shoal.launch import enter
 from shoal.launch.failure import has_lost_peer
 from shoal.launch.identity import Identity
@@ -200,13 +200,14 @@ class LiveRank:
         user = {"seconds": max(each["seconds"] for each in brought)}
         speed = Speed(self._cost, peak_flops(engine, measure=False))
         restored = resume.Restored(saved, user, "", [])
-        if world.rank == 0:
-            write_resolved(settled.job, settled.origins, run_dir, settled.trials)
         attempt = Attempt(
             settled, engine, restored, about(settled), speed, evaluated=evaluated, has_lost=self._has_lost
         )
-        attempt.recorder.missing(_missing(recent, recorded, engine.step_index))
-        attempt.recorder.membership(record_of(place, engine.step_index))
+        recorder = attempt.recorder
+        recorder.missing(_missing(recent, recorded, engine.step_index))
+        recorder.membership(record_of(place, engine.step_index))
+        if world.rank == 0:
+            keep_resolved(settled.job, settled.origins, run_dir, settled.trials, recorder.warning)
         return attempt
 
     def _brought(self) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ taken over, because nothing is known of that host's processes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -26,6 +27,8 @@ from shoal.report.replace import replace_text
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
     from shoal.comm import Group
+
+log = logging.getLogger(__name__)
 
 NAME = "run.lock"
 _GUARD = "run.lock.guard"
@@ -139,7 +142,10 @@ def _take(run_dir: Path, replans: bool) -> None:
         mine = json.dumps(asdict(replace(Holder.here(), taken=time.time_ns(), replans=replans)))
         before = _holder(path)
         if before is not None and before.job and before.job == _job():
-            replace_text(path, mine)  # who looks finds the one or the other
+            try:
+                replace_text(path, mine)  # who looks finds the one or the other
+            except OSError as error:  # a full disk: what trains goes on without it
+                log.warning("%s stays that of the generation before: it cannot be written (%s)", path, error)
             return
         with suppress(FileNotFoundError):
             path.unlink()

@@ -18,7 +18,7 @@ from shoal.jobs.record import Recorder
 from shoal.jobs.replan import go_on_under
 from shoal.jobs.save import Saver
 from shoal.jobs.trials import Trials
-from shoal.jobs.write import write_resolved
+from shoal.jobs.write import keep_resolved
 from shoal.plan import Plan
 from shoal.report.metrics import TriedRecord
 from shoal.training.result import StepResult
@@ -118,7 +118,4 @@ class Trying:
         """Writes resolved.toml anew, with the plan that stays."""
         if self._engine.world.rank == 0:
             now = under(self._settled, self._engine.plan, None)
-            try:
-                write_resolved(now.job, now.origins, self._run_dir, trials)
-            except OSError as error:
-                self._recorder.warning(f"resolved.toml has the plan of before: it cannot be written ({error})")
+            keep_resolved(now.job, now.origins, self._run_dir, trials, self._recorder.warning)

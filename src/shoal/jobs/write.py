@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,16 @@ def write_resolved(job: Job, origins: Origins, run_dir: Path, trials: Trials | N
     fresh = run_dir / "resolved.toml.tmp"
     fresh.write_text(head + to_toml(job, origins), encoding="utf-8")
     fresh.replace(run_dir / "resolved.toml")  # atomic: on a full disk the old file stays for a resume
+
+
+def keep_resolved(
+    job: Job, origins: Origins, run_dir: Path, trials: Trials | None, warn: Callable[[str], object]
+) -> None:
+    """Writes resolved.toml of a run that trains already: where it cannot be written, that is a warning."""
+    try:
+        write_resolved(job, origins, run_dir, trials)
+    except OSError as error:
+        warn(f"resolved.toml has the plan of before: it cannot be written ({error})")
 
 
 def origin_table(job: Job, origins: Origins) -> RenderableType:
