@@ -205,6 +205,17 @@ def test_of_an_elastic_run_the_last_generation_counts(run_dir: Path, capsys: Any
            {**of, "step": 3, "generation": 2, "world": 1})  # fmt: skip
     told, _ = shown(run_dir, capsys)
     assert (told["steps"], told["sampled"]) == (2, 2)
+    append(run_dir, {**of, "step": 6, "generation": 3, "world": 1})  # others have come, and nothing was left to train
+    assert shown(run_dir, capsys)[0]["steps"] == 2
+
+
+def test_of_an_elastic_run_that_went_back_the_last_generation_counts(run_dir: Path, capsys: Any) -> None:
+    of = {"kind": "membership", "nodes": 1, "lost": 0, "why": "", "events": [], "world": 1}
+    append(run_dir, {**of, "step": 0, "generation": 1}, {**of, "step": 20, "generation": 2})
+    again(run_dir, 3, 3.0, last=6)
+    append(run_dir, {**of, "step": 2, "lost": 18, "generation": 3})
+    told, found = shown(run_dir, capsys)
+    assert (found["time of a step"]["measured"], told["steps"], told["sampled"]) == (3.0, 3, 3)
 
 
 def test_what_is_no_run_of_this_machine(run_dir: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def first_alike(records: RunRecords, job: Job) -> int | None:
     where the plan was changed to another one in the last attempt that trained."""
     assert records.run is not None
     plan, since = job.plan.to_dict(), math.inf
-    floor = 1 + max((each.step for each in records.memberships), default=0)  # of the last generation
+    floor = first_of_generation(records)
     for run, begun in reversed(records.begun):
         first = max(begun, floor)
         if run is None or first >= since:
@@ -39,6 +39,14 @@ def first_alike(records: RunRecords, job: Job) -> int | None:
     if since == math.inf:
         return max((each.step for each in records.steps), default=0) + 1
     return int(since)
+
+
+def first_of_generation(records: RunRecords) -> int:
+    """Returns the first step of the last generation that has trained, 1 where nodes do not come and go. One before it
+    may have begun later: it was gone back from."""
+    last = max((each.step for each in records.steps), default=0)
+    began = [each.step for each in records.memberships if each.step < last]
+    return 1 + (began[-1] if began else 0)
 
 
 def _job_of(run: RunRecord) -> list[Any]:

@@ -12,7 +12,7 @@ from statistics import median
 
 from shoal.device import any_device, hardware_name
 from shoal.errors import UserError
-from shoal.jobs.alike import first_alike
+from shoal.jobs.alike import first_alike, first_of_generation
 from shoal.jobs.answer import task_of
 from shoal.jobs.asking import cluster_of_ranks
 from shoal.jobs.choose import Settled, Sizes, opened
@@ -109,8 +109,8 @@ def _skipped(records: RunRecords) -> set[int]:
 def _first(records: RunRecords) -> int:
     """The first step of the run's present world and plan."""
     changed = [each.step + 1 for each in records.plans]
-    changed += [each.step + 1 for each in records.memberships if each.step]
-    return max([records.steps[0].step if records.steps else 0, *changed])
+    begins = first_of_generation(records) if records.memberships else 0
+    return max([records.steps[0].step if records.steps else 0, begins, *changed])
 
 
 def _settled(run_dir: Path, records: RunRecords) -> tuple[Settled, RunRecords]:
