@@ -3,6 +3,7 @@ nothing disturbed."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -264,6 +265,8 @@ def test_the_planner_is_asked_by_each_generation(run: Run, undisturbed):
     assert job.plan.size == 3 and job.plan.buddy == "auto"
     run.fast()
     run.ends()
+    told = re.findall(r"^plan: .*", run.nodes[0].said, re.MULTILINE)
+    assert len(told) == len(run.worlds) and told[-1].startswith("plan: dp = 3")
     same(run, undisturbed)
 
 

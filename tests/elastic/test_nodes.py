@@ -32,7 +32,7 @@ from shoal.jobs.config import Job, Train
 from shoal.jobs.generation import placed, record_of, resuming
 from shoal.jobs.lock import Holder, refuse_if_taken
 from shoal.jobs.plans import forget, keep, kept
-from shoal.jobs.ranks import fitted
+from shoal.jobs.ranks import ASKED, fitted
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.replan import Replanner
 from shoal.plan import Plan
@@ -106,6 +106,10 @@ def test_the_nearest_degrees_are_said():
     )
     none, _ = parse_job({"model": {"name": "gpt"}, "train": {"steps": 1}})
     assert fitted(none, 3) == ([], "") and fitted(none, 4, {"tp": 2}) == (["plan.dp=2", "plan.tp=2"], "")
+    asking, _ = parse_job({"model": {"name": "gpt"}, "train": {"steps": 1}, "plan": {"name": "auto", "tp": 2}})
+    assert fitted(asking, 4) == ([], "")
+    assert fitted(asking, 3) == ([ASKED, "plan.tp=1"], "3 ranks are no multiple of 2, so this generation has plan.tp=1")
+    assert fitted(replace(asking, plan=Plan(dp=2)), 3) == ([ASKED, "plan.dp=3"], "")
     at = replace(job, run=replace(job.run, at=[{"step": 1, "plan": {"tp": 1}}]))
     with pytest.raises(UserError, match=r"run.at with --nodes"):
         fitted(at, 2)
@@ -177,6 +181,20 @@ def test_a_plan_of_the_planner_that_was_changed_by_hand_is_that_of_later_generat
     assert alone.plan == Plan(zero=1, recompute="full", schedule="zb1p") and alone.train.microbatch == 4
     flat = replanned(replace(opened, job=job), job.plan, {"pp": 1, "schedule": "1f1b"}, 4).job
     assert flat.plan == Plan(dp=4, recompute="full") and said[0] == said[2] == "" and "plan.pp=1" in said[1]
+
+
+@pytest.mark.fast
+def test_the_planner_is_asked_around_what_is_given_by_any_number_of_ranks(tmp_path: Path):
+    text = JOB.format(steps=9, every=0).replace("validation = 0.2", "validation = 0")
+    path = tmp_path / "job.toml"
+    path.write_text(text.replace("corpus", str(tmp_path / "corpus.txt")) + '[plan]\nname = "auto"\npp = 2\n')
+    (tmp_path / "corpus.txt").write_text("a text that is long enough for a row or two " * 9)
+    settled = choose.opened(*load_job(path, []))
+    for size, degrees in ((1, Plan()), (2, Plan(pp=2)), (3, Plan(dp=3)), (4, Plan(dp=2, pp=2))):
+        args, _ = arrange(["-m", "shoal.jobs", str(path)], size)
+        place = Place.of(Start(2, 0, size, size, "127.0.0.1", 1, 2, "", 3, [], True, args), 0, 1, "secret")
+        found = choose.at_size(placed(settled, str(path), [], place), choose.Sizes(size, 1))
+        assert replace(found.job.plan, stages=None) == degrees and found.job.auto.wanted
 
 
 @pytest.mark.fast

@@ -14,6 +14,7 @@ from shoal.jobs.choose import Settled
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.pace import OwnPace
+from shoal.jobs.ranks import ASKED
 from shoal.jobs.read import load_job
 from shoal.launch.board import BUSY, EVALUATION, FIRST, SAMPLE, SAVE, STEP, open_board
 from shoal.report.metrics import MembershipRecord
@@ -41,7 +42,7 @@ def placed(settled: Settled, path: str, assignments: list[str], place: Place) ->
     """Returns the job with the plan of its generation; where that is given the planner is not asked. `assignments`:
     those of all generations."""
     job, origins = load_job(path, [*assignments, *place.args])
-    auto = Auto(open=True) if place.args and job.auto.wanted else job.auto
+    auto = Auto(open=True) if place.args and ASKED not in place.args and job.auto.wanted else job.auto
     train = replace(settled.job.train, microbatch=job.train.microbatch)
     job = resuming(replace(settled.job, plan=job.plan, train=train, auto=auto), place.generation)
     plan = {key: value for key, value in origins.items() if key.startswith("plan.")}

@@ -38,7 +38,7 @@ from shoal.jobs.names import DIRECTORY
 from shoal.jobs.read import load_job
 from shoal.jobs.stop import Halted
 from shoal.jobs.timeline import Kept
-from shoal.jobs.train import about, begin, cost_of
+from shoal.jobs.train import about, begin, cost_of, plan_line
 from shoal.jobs.underway import tell_what_is_under_way
 from shoal.jobs.write import keep_resolved
 from shoal.launch import enter
@@ -206,6 +206,8 @@ class LiveRank:
         recorder = attempt.recorder
         recorder.missing(_missing(recent, recorded, engine.step_index))
         recorder.membership(record_of(place, engine.step_index))
+        if settled.why:
+            recorder.note(plan_line(settled))
         if world.rank == 0:
             keep_resolved(settled.job, settled.origins, run_dir, settled.trials, recorder.warning)
         return attempt

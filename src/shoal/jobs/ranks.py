@@ -14,7 +14,10 @@ from shoal.jobs.plans import ROWS, check_plans
 from shoal.jobs.write import toml_value
 from shoal.launch.process import usable_cores
 from shoal.mesh import Mesh
-from shoal.plan import Plan
+from shoal.plan import AUTO, Plan
+
+ASKED = f"plan.name={AUTO}"
+"""Among the assignments of a generation: the planner is asked around the others."""
 
 
 def ranks_here(job: Job) -> int:
@@ -35,7 +38,8 @@ def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tupl
     UserError for a job or plan that cannot follow its ranks."""
     if job.run.at:
         raise UserError("run.at with --nodes: a world that changes by itself has no plan by step. Leave out run.at")
-    if (job.auto.wanted or job.auto.open) and not change:  # the ranks of each generation find their plan
+    asks = (job.auto.wanted or job.auto.open) and not change  # the ranks of each generation find their plan
+    if asks and size % job.plan.size == 0:
         return [], ""
     rows = (change or {}).get(ROWS)
     change = {key: value for key, value in (change or {}).items() if key not in ("dp", ROWS)}
@@ -52,8 +56,10 @@ def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tupl
     written = [f"plan.{name}={getattr(plan, name)}" for name in names]
     each = asked.size // asked.dp
     said = f"{size} ranks are no multiple of {each}, so this generation has {', '.join(written)}" if written else ""
-    args = [f"plan.dp={plan.dp}", *(f"plan.{name}={toml_value(value)}" for name, value in others.items())]
-    return [*args, *([] if rows is None else [f"train.microbatch={rows}"])], said
+    args = [f"plan.{name}={toml_value(value)}" for name, value in others.items()]
+    if asks:
+        return [ASKED, *([] if job.plan.dp == 1 else [f"plan.dp={plan.dp}"]), *args], said
+    return [f"plan.dp={plan.dp}", *args, *([] if rows is None else [f"train.microbatch={rows}"])], said
 
 
 def _differing(plan: Plan, other: Plan) -> list[str]:

@@ -91,6 +91,11 @@ def cost_of(settled: Settled) -> float | None:
     return flops_per_sample(settled.model, settled.model.prepare_data(settled.data.train), settled.job.data.sequence)
 
 
+def plan_line(settled: Settled) -> str:
+    """Says which plan the planner has found, and why."""
+    return f"plan: {spoken(settled.job.plan.to_dict())} ({settled.why})"
+
+
 def begin(settled: Settled, world: World) -> Begun:
     """Makes the engine of a run, with the state of its checkpoint where it has one. A collective call."""
     checkpoint, said = resume.find(settled.job, about(settled), world.everyone)
@@ -145,7 +150,7 @@ def make_directory(settled: Settled, world: World, engine: Engine) -> None:
         console = Console(file=sys.stdout, highlight=False)
         console.print(origin_table(settled.job, settled.origins))
         if settled.why:
-            console.print(f"plan: {spoken(settled.job.plan.to_dict())} ({settled.why})", markup=False)
+            console.print(plan_line(settled), markup=False)
         console.print(kernels(engine), markup=False)
         if engine.parts.link is not None:
             chunks = f"{len(engine.parts.chunks)} chunks of about {units.size(engine.parts.chunk_bytes)}"
