@@ -4,6 +4,7 @@ peft."""
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shoal.comm import World
+from shoal.comm.simulation import simulate_world
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import build as model_of
@@ -195,6 +197,33 @@ def test_a_ready_model_of_peft_passes(llama):
 def test_wrong_adapters_are_explained(lora, message, llama):
     with pytest.raises(UserError, match=message):
         model_of({"name": "hf", "config": llama[0], "weights": "none", "lora": lora})
+
+
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+           "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
+
+
+def test_adapters_that_peft_makes_of_stacked_experts_are_refused_with_what_goes(tmp_path):
+    """Under ep it was a shape of torch that did not match, on one rank a weight that backward found changed."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    table = {"name": "hf", "config": str(tmp_path), "weights": "none"}
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    said = f"layers.0.mlp.gate and 5 more: an adapter of a single parameter.*Give target_modules = {layers}"
+    with pytest.raises(UserError, match=f"model.lora = .*all-linear.*{re.escape(str(layers))}") as refusal:
+        build(model_of({**table, "lora": {"target_modules": "all-linear"}}).factory, 0)
+    assert re.search(said.replace("[", r"\[").replace("]", r"\]"), str(refusal.value))
+    build(model_of({**table, "lora": {"target_modules": layers}}).factory, 0)
+
+    def own() -> nn.Module:
+        return peft.get_peft_model(from_config(MIXTRAL)(), peft.LoraConfig(target_parameters=["experts.down_proj"]))
+
+    for plan, world in ((Plan(), 1), (Plan(dp=2, ep=2), 2)):
+        with pytest.raises(UserError, match="experts and 1 more: an adapter of a single parameter.*that are linear"):
+            simulate_world(world, partial(engine_of, own, plan))
+
+
+def engine_of(factory, plan, world):
+    Engine(factory, causal_lm, ADAMW, plan, world=world, global_batch=4).close()
 
 
 def test_adapters_for_layers_that_there_are_not(llama):

@@ -20,6 +20,7 @@ from shoal.chunks.adopt import check_free
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.exchange.hooks import check_hooks, is_hooked
+from shoal.models.adapted import check_adapters
 from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
 from shoal.module.batchnorm import has_batch_statistics, synchronise
@@ -90,7 +91,9 @@ def _tell_of_extra_state(module: nn.Module) -> None:
 
 
 def whole_model(built: Built, rule: GroupRule | None) -> WholeModel:
-    """What has to be known of the whole of `built`, whose parameters are grouped by `rule`."""
+    """What has to be known of the whole of `built`, whose parameters are grouped by `rule`. Raises UserError for
+    adapters of single parameters."""
+    check_adapters(built.module)
     hooked = [name for name, parameter in built.module.named_parameters() if is_hooked(parameter)]
     return WholeModel(built, group_options(built.module.named_parameters(), rule), hooked)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserError, did_you_mean
 from shoal.models import hf
+from shoal.models.adapted import check_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -243,9 +244,14 @@ def _adapted(build: Callable[[], nn.Module], settings: dict[str, Any], base: str
     model: Any = build()
     model.name_or_path = base or ""
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"model.lora = {settings!r} does not go with a {type(model).__name__}: {error}") from error
+    try:
+        check_adapters(adapted)
+    except UserError as error:
+        raise UserError(f"model.lora = {settings!r}: {error}") from error
+    return adapted
 
 
 def export_adapter(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:

@@ -1,6 +1,6 @@
 """What fake tensors do not know of kernels: the bytes that oneDNN's LSTM and GRU keep for backward, which they say only
-when they run, that of torch's squared error, formats of products by groups and of the statistics of a batch, and how
-much a mask picks of a gradient."""
+when they run, that of torch's squared error, formats of the statistics of a batch, and how much a mask picks of a
+gradient."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from shoal.module import grouped
+
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 """(input [T, B, F], four weights, h, c, options ...) -> (output, h, c, workspace)."""
 SQUARES = torch.ops.aten.mse_loss.default
@@ -23,7 +25,7 @@ SHORT, LONG = 8, 16
 
 
 def called(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation gives. Torch's stand-in for products by groups takes bf16 alone, its kernel on a CPU more.
+    """What an operation gives.
 
     What a mask picks in a backward is as large as if all of it were True, which is the most that it can be, unless the
     forward put a tensor there that says it: the gradient of what `x[mask] = parameter` puts there (SpecAugment), of
@@ -32,10 +34,7 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.index.Tensor and (at := _masked_dim(args[1])) is not None:
         picked = args[0].flatten(at, at + args[1][at].dim() - 1)
         return picked.narrow(at, 0, _rows_put(picked, at)).clone()
-    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-        low = [each.to(torch.bfloat16) for each in args[:2]]
-        return func(*low, *args[2:], **kwargs).to(args[0].dtype)
-    return func(*args, **kwargs)
+    return grouped.called(func, args, kwargs)
 
 
 class Called(TorchDispatchMode):

@@ -63,16 +63,21 @@ def _used_outside(part: nn.Module, module: nn.Module) -> set[int]:
     return {id(parameter) for each in others for parameter in each.parameters(recurse=False)}
 
 
-def traces_of(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trace]:
-    """Yields a trace of `module`, or of the parts of it that run by themselves, if it does not."""
+def traces_of(name: str, module: nn.Module, mode: FakeTensorMode, fail: set[str] | None = None) -> Iterator[Trace]:
+    """Yields a trace of `module`, or of the parts of it that run by themselves, if it does not. `fail`: those that were
+    found not to, as those that are like them do not either."""
     if not any(True for _ in module.parameters()) or not list(module.children()):
         return
-    whole = traced(name, module, mode)
+    fail = set() if fail is None else fail
+    shapes = [(key, tuple(each.shape), each.dtype) for key, each in module.named_parameters()]
+    looks = repr((type(module), module, shapes))
+    whole = None if looks in fail else traced(name, module, mode)
     if whole is not None:
         yield whole
         return
+    fail.add(looks)
     for key, child in module.named_children():
-        yield from traces_of(f"{name}.{key}".lstrip("."), child, mode)
+        yield from traces_of(f"{name}.{key}".lstrip("."), child, mode, fail)
 
 
 def _cut_of(

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shoal.module.grouped import called
 from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.random import host_draws
 from shoal.module.record import ONE_AT_A_TIME, storage_of
@@ -95,7 +96,7 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            result = func(*args, **(kwargs or {}))
+            result = called(func, args, kwargs or {})
         except DataDependentOutputException:  # a value that decides which way to go: that of zero
             result = False if func is torch.ops.aten.equal.default or args[0].dtype == torch.bool else 0
         if func.namespace != "prim":
