@@ -23,7 +23,7 @@ from shoal.jobs.answer import Chosen
 from shoal.jobs.auto import Asked, ask
 from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster
-from shoal.planner.explain import Explanation, explain, why_not
+from shoal.planner.explain import NEAR, Explanation, explain, why_not
 from shoal.planner.profile import NOT_ASKED
 from shoal.planner.replicable import not_replicated
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
@@ -113,7 +113,7 @@ def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
     if chosen.layers is not None:
         yield from layer_lines(chosen.layers, dict(chosen.plan.placements or {}))
         yield ""
-    yield other_table(chosen)
+    yield other_table(chosen, shown(told))
     yield ""
     yield from reasons(chosen, told)
 
@@ -178,12 +178,12 @@ def totals(chosen: Chosen) -> Iterator[str]:
     yield said
 
 
-def other_table(chosen: Chosen) -> Table:
-    """Makes a table of the next best plans, and of those that a dry run refused."""
+def other_table(chosen: Chosen, shown: int) -> Table:
+    """Makes a table of so many of the next best plans, and of those that a dry run refused."""
     table = Table(title="instead", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "plan", "microbatch", "s", "why not"):
         table.add_column(heading, no_wrap=heading not in ("plan", "why not"))
-    for place, each in enumerate(chosen.others[:5], 1):
+    for place, each in enumerate(chosen.others[:shown], 1):
         plan = _other(chosen, each)
         why = why_not(chosen.estimate, each)
         table.add_row(str(place), escape(plan), str(each.choice.microbatch), f"{each.seconds:.4g}", why)
@@ -191,6 +191,11 @@ def other_table(chosen: Chosen) -> Table:
         plan = _other(chosen, each)
         table.add_row("-", escape(plan), str(each.choice.microbatch), f"{each.seconds:.4g}", escape(why))
     return table
+
+
+def shown(told: Explanation) -> int:
+    """How many alternatives are shown: the five best, and all that an error of a term would have win."""
+    return max((NEAR, *told.fragile.values()))
 
 
 def _other(chosen: Chosen, other: Estimate) -> str:
@@ -272,7 +277,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
         "price": chosen.price,
         "currency": cluster.currency,
         "kwh": chosen.hours * cluster.watts / 1e3 if cluster.watts else None,
-        "others": [{**one(each), "why_not": why_not(chosen.estimate, each)} for each in chosen.others],
+        "others": [{**one(each), "why_not": why_not(chosen.estimate, each)} for each in chosen.others[: shown(told)]],
         "refused": [{**one(each), "why": why} for each, why in chosen.passed],
         "explanation": asdict(told),
         "layers": None if chosen.layers is None else asdict(chosen.layers),

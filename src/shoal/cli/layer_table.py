@@ -14,7 +14,8 @@ def layer_lines(layers: Layers, placements: dict[str, str]) -> Iterator[str | Ta
     """Yields the table, and what is said below it. `placements`: those of the plan."""
     table = Table(title=f"layers along tp = {layers.ranks}", title_justify="left", box=None, pad_edge=False)
     for heading, where in (("layer", "left"), ("cut as", "left"), ("cutting saves", "right"), ("", "left")):
-        table.add_column(heading, justify=where, no_wrap=bool(heading))  # type: ignore[arg-type]
+        once = heading in ("cut as", "cutting saves")  # names are long, and may take several lines
+        table.add_column(heading, justify=where, no_wrap=once, overflow="fold")  # type: ignore[arg-type]
     for group in layers.groups:
         for place, (name, kind) in enumerate(zip(group.layers, group.kinds, strict=True)):
             shown = "whole" if placements.get(name) == "whole" else kind

@@ -17,7 +17,7 @@ from shoal.optim.groups import decay_matrices_only, small_optimizer
 from shoal.parallel.tensor import names_blocks
 from shoal.plan import Plan
 from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
-from shoal.planner.ask import legal_degrees, numbers_of
+from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
 from shoal.planner.confirm import confirm
@@ -43,7 +43,8 @@ class Chosen:
 
     - `job`: the job under the plan; `plan`, `estimate`: the one that was chosen
     - `predictions`: memory of its first, second and last ranks along a pipeline, by dry run
-    - `others`: estimates of the next best, and `passed`: candidates that a dry run refused, each with the reason
+    - `others`: estimates of the others, the next best first, and `passed`: candidates that a dry run refused, each with
+      the reason
     - `found`: all of the search; `eager`: why blocks are not compiled, where that would be faster, "" else
     - `layers`: what cutting each layer along tp saves, where the plan has tp
     """
@@ -140,6 +141,7 @@ def task_of(
     """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
     otherwise. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
+    check_tokens(pins, settled.model.values, job.data.sequence)
     traced = profile_of(settled, ways(pins, devices), Plan(placements=pins.get("placements")))
     check_traced(pins, traced)
     with in_section("train"):
@@ -210,7 +212,7 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
 
     got = confirm(task, found, look)
     own, predictions = got.looked
-    return Chosen(own, got.task, got.estimate, predictions, got.others[:5], got.passed, found, eager)
+    return Chosen(own, got.task, got.estimate, predictions, got.others, got.passed, found, eager)
 
 
 def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:

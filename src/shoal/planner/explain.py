@@ -11,13 +11,15 @@ from shoal.errors import UserError
 from shoal.planner.bought import bought
 from shoal.planner.cluster import Host
 from shoal.planner.degrees import Spread
-from shoal.planner.profile import Cut, Profile, deepened
+from shoal.planner.longer import longer
+from shoal.planner.profile import Profile, deepened
 from shoal.planner.search import Search, search
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
-from shoal.planner.temporaries import Lives
 
 MOST = 1 << 12
 """Times as much, at most, that is asked for."""
+NEAR = 5
+"""Alternatives that are shown, and near which it is searched again."""
 SIZES = 16
 """Numbers of hosts that are tried beside divisors: each is a search."""
 
@@ -52,7 +54,7 @@ def explain(
     it is searched again. `refused`: what would be faster, but for what a dry run has counted."""
     return Explanation(
         binding(task, chosen),
-        bought(task, chosen, others, refused) if margins else {},
+        bought(task, chosen, others[:NEAR], refused) if margins else {},
         fragile(chosen, others),
         *largest(task),
         *longest(task),
@@ -146,20 +148,9 @@ def largest(task: Task) -> tuple[int | None, bool, int]:
 
 
 def longest(task: Task) -> tuple[float, bool]:
-    """How many times as long a row could be, and whether a longer one may fit; memory grows with its tokens."""
-
-    def longer(times: float) -> Profile:
-        def cut(value: Cut) -> Cut:
-            return replace(value, value=value.value * times)
-
-        parts = tuple(
-            replace(part, saved=cut(part.saved), results=cut(part.results), boundary=cut(part.boundary))
-            for part in task.profile.parts
-        )
-        own = task.profile
-        return replace(own, parts=parts, lives=Lives(*map(cut, own.lives)))
-
-    quarters, more = _most(lambda quarters: replace(task, profile=longer(quarters / 4)), 4)
+    """How many times as long a row could be, and whether a longer one may fit; memory grows with its
+    tokens, and so do learned positions."""
+    quarters, more = _most(lambda quarters: replace(task, profile=longer(task.profile, quarters / 4)), 4)
     return quarters / 4, more
 
 

@@ -22,6 +22,7 @@ import torch
 
 from shoal.planner.degrees import Ways
 from shoal.planner.kept import folder
+from shoal.planner.positions import Positions
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import Cut, Message, PartProfile, Profile
 from shoal.planner.temporaries import Lives
@@ -88,6 +89,8 @@ def _written(profile: Profile) -> dict[str, Any]:
         "statistics": profile.statistics,
         "tied": asdict(profile.tied),
         "tied_trained": asdict(profile.tied_trained),
+        "tokens": profile.tokens,
+        "positions": profile.positions,
     }
 
 
@@ -96,7 +99,8 @@ def _read(written: Mapping[str, Any]) -> Profile:
     order, lives = written["order"], Lives(*(Cut(**each) for each in written["lives"]))
     own = written["parameters"], written["refused"], written["buffers"]
     counted = written["statistics"], Cut(**written["tied"]), Cut(**written["tied_trained"])
-    return Profile(tuple(parts[at] for at in order), lives, *own, *counted)
+    rows = written["tokens"], tuple(Positions(*each) for each in written["positions"])
+    return Profile(tuple(parts[at] for at in order), lives, *own, *counted, *rows)
 
 
 def _part(written: Mapping[str, Any]) -> PartProfile:

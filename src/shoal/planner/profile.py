@@ -11,6 +11,7 @@ from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
 from shoal.planner.buffers import why_not_replicated
 from shoal.planner.degrees import Spread, Ways, traced_as
+from shoal.planner.positions import Positions, tokens_of
 from shoal.planner.prepare import Subject
 from shoal.planner.temporaries import Lives
 from shoal.planner.trace import Seen, Trace, trace
@@ -93,7 +94,7 @@ class Profile:
     where tied ones count once; for each way to divide it why it cannot be divided so ("" where it can); why replicas
     cannot keep its buffers, by what they divide (see buffers); and how many numbers BatchNorm's running statistics are,
     which replicas merge. `tied`: elements that parts share, all but once, `tied_trained`: those of them that are
-    trained."""
+    trained; `tokens`: of a row, `positions`: tables of learned ones."""
 
     parts: tuple[PartProfile, ...]
     lives: Lives[Cut]
@@ -103,6 +104,8 @@ class Profile:
     statistics: int = 0
     tied: Cut = field(default_factory=lambda: Cut(0.0, {}))
     tied_trained: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    tokens: int = 0
+    positions: tuple[Positions, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -152,7 +155,8 @@ def profile(subject: Subject, ways: Ways) -> Profile:
     whys = why_not_replicated(base)
     lives = Lives(*(whole(f"lives.{name}") for name in Lives._fields))
     tied = whole("tied"), whole("tied_trained")
-    return Profile(tuple(parts), lives, alone.whole, refused, whys, alone.statistics, *tied)
+    own = *tied, tokens_of(subject.sample), alone.positions
+    return Profile(tuple(parts), lives, alone.whole, refused, whys, alone.statistics, *own)
 
 
 def _divided(what: str, ranks: int, base: Subject, alone: Trace) -> Divided:

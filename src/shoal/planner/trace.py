@@ -29,6 +29,7 @@ from shoal.pipeline.units import Unit, units_of
 from shoal.planner.alike import alike, kind_of, outline
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
+from shoal.planner.positions import Positions, positions_of
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
 from shoal.planner.temporaries import Lives, lives
 
@@ -80,7 +81,8 @@ class Trace:
     each part's parameters on this rank, `trained` those that have gradients, `experts` those of stacked experts,
     `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements that parts
     share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of the whole
-    model, where tied ones count once; `statistics`: numbers of BatchNorm's running statistics."""
+    model, where tied ones count once; `statistics`: numbers of BatchNorm's running statistics; `positions`: tables of
+    learned positions."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -93,6 +95,7 @@ class Trace:
     tied_trained: int
     whole: int
     statistics: int
+    positions: tuple[Positions, ...] = ()
 
 
 def trace(subject: Subject) -> Trace:
@@ -124,7 +127,8 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     numbers = [_elements(ready, unit) for unit in units]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
     own = weights, trained, experts, largest, tensors, lives(events, sizes, shared.keys())
-    ends = tied, tied_trained, ready.whole, RunningStatistics(ready.local.module).numel
+    statistics = RunningStatistics(ready.local.module).numel
+    ends = tied, tied_trained, ready.whole, statistics, positions_of(ready.local.module, units, subject.sample)
     return Trace(tuple(looker.found), *own, *ends)
 
 
