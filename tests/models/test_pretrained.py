@@ -199,8 +199,8 @@ def test_wrong_adapters_are_explained(lora, message, llama):
         model_of({"name": "hf", "config": llama[0], "weights": "none", "lora": lora})
 
 
-MIXTRAL = {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-           "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24,
+           "num_hidden_layers": 2, "num_attention_heads": 2, "num_local_experts": 4}  # fmt: skip
 
 
 def test_adapters_that_peft_makes_of_stacked_experts_are_refused_with_what_goes(tmp_path):
@@ -218,7 +218,7 @@ def test_adapters_that_peft_makes_of_stacked_experts_are_refused_with_what_goes(
         return peft.get_peft_model(from_config(MIXTRAL)(), peft.LoraConfig(target_parameters=["experts.down_proj"]))
 
     for plan, world in ((Plan(), 1), (Plan(dp=2, ep=2), 2)):
-        with pytest.raises(UserError, match="experts and 1 more: an adapter of a single parameter.*that are linear"):
+        with pytest.raises(UserError, match=r"experts and 1 more: an adapter of a single parameter.*that are linear"):
             simulate_world(world, partial(engine_of, own, plan))
 
 

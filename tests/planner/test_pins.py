@@ -19,10 +19,11 @@ from shoal.jobs import asking
 from shoal.jobs.choose import opened
 from shoal.jobs.read import parse_job, plan_pins
 from shoal.optim.groups import small_optimizer
+from shoal.planner.ask import check_tokens, legal_degrees
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread
+from shoal.planner.degrees import Spread, degrees
 from shoal.planner.explain import fits
-from shoal.planner.pins import check_pins
+from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task
 from tests.planner.models import cluster, model, task
@@ -126,10 +127,41 @@ NONE_FIT: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any] | None]
         {"pp": 4},
     ),
     ({"pp": 4, "schedule": "zbv"}, {}, "; leave out pp or take pp = 1 or 2; or leave out schedule", {"pp": 4}),
-    ({"pp": 2, "stages": [2, 2, 2]}, {}, "or leave out stages", {"pp": 2}),
+    ({"pp": 2, "stages": [2, 2, 2]}, {}, "; leave out pp and stages; or leave out stages", {"pp": 2}),
     ({"dp": 8}, {"rows": 4}, "each of 8 replicas has a row at least; leave out dp or take dp = 1 or 2 or 4", {"dp": 4}),
-    ({"shard": 3, "zero": 1}, {}, ": leave out shard", {"zero": 1}),
-    ({"ep": 2}, {}, "no experts; leave out ep or take ep = 1", {"ep": 1}),
+    (
+        {"shard": 3, "zero": 1},
+        {},
+        "plan.shard = 3 of dp replicas share one copy of the state, and dp may be 1 or 2 or 4 or 8; "
+        "leave out shard or take shard = 2 or 4 or 8",
+        {"shard": 4, "zero": 1},
+    ),
+    ({"shares": [1, 1, 1]}, {}, "shares are 3 numbers, one for each of dp replicas, and dp may be 1 or 2", {"dp": 2}),
+    (
+        {"exchange": {"name": "islands", "ranks": 4}, "tp": 2},
+        {},
+        "what trains apart are islands of 4 replicas, of which there are two at least; leave out exchange; or leave",
+        {"exchange": {"name": "islands", "ranks": 4}},
+    ),
+    (
+        {"cp": 2, "tp": 4, "context": "ulysses"},
+        {"legal": {"parts": 4, "tokens": 64, "heads": 4}},
+        "4 heads do not come out even among 8 ranks; leave out cp or take cp = 1; or leave out tp or take tp = 1 or 2",
+        {"cp": 2, "tp": 2},
+    ),
+    (
+        {"cp": 8},
+        {"legal": {"tokens": 12, "ring": 6}},
+        "rows of 12 tokens do not come out even in 8 pieces; rows of 12 tokens do not come out even in 16 pieces; ",
+        {"cp": 4},
+    ),
+    (
+        {"cp": 4, "context": "ulysses"},
+        {"legal": {"tokens": 64, "heads": 12, "keys": 3}},
+        "3 heads of keys and values do not come out even among 4 ranks; leave out cp or take cp = 1; or leave",
+        {"context": "ring"},
+    ),
+    ({"ep": 2}, {}, "with ep = 2: no experts; leave out ep", {"ep": 1}),
     ({"tp": 2}, {"on": cluster(1, 1)}, "with tp = 2: tp = 2 does not divide 1; leave out tp or take tp = 1", {}),
     ({}, {"rows": 4, "legal": {}, "profile": model(1)}, "take train.global_batch = 8, or fewer devices", None),
 ]
@@ -193,3 +225,49 @@ def test_ways_that_are_pinned_are_not_left_out_of_another_search() -> None:
     found = search(asked)
     assert all(each.choice.spread.stages == 2 for each in found.best)
     assert confirm(asked, found, look).estimate.choice.spread == Spread(tokens=2, parts=2)
+
+
+def legal(row: int, heads: int = 0, keys: int = 0, size: int = 8) -> set[tuple[int, bool]]:
+    """Into how many ranks rows may be dealt out, and whether in a ring, beside `size` devices."""
+    values = {key: number for key, number in {"heads": heads, "kv_heads": keys}.items() if number}
+    most = {**legal_degrees(values, model(), row, 8), "parts": 1}
+    return {(each.tokens, each.ring) for each in degrees(size, most, {}) if each.tokens > 1}
+
+
+def test_rows_are_dealt_out_wherever_they_come_out_even() -> None:
+    """Half of a row was taken for what ranks have to divide, also where they deal out heads."""
+    assert legal(64) == {(2, False), (4, False), (8, False), (2, True), (4, True), (8, True)}
+    assert legal(66) == {(2, False)}, "four pieces of a ring do not come out even"
+    assert legal(63, size=6) == {(3, False)}
+    assert legal(8) == {(2, False), (4, False), (2, True), (4, True)}, "each of eight would have one token"
+    assert legal(64, heads=4) == {(2, False), (4, False), (2, True), (4, True), (8, True)}
+    assert legal(64, heads=12, keys=3) == {(2, True), (4, True), (8, True)}
+
+
+def test_rows_that_cannot_be_dealt_out_as_pinned_are_refused_before_a_trace() -> None:
+    for pins, values, row, said in (
+        ({"cp": 2}, {}, 33, "plan.cp = 2: rows of 33 tokens do not come out even in 2 pieces.*take plan.cp = 1 or 3"),
+        ({"cp": 3, "context": "ring"}, {}, 33, 'in 6 pieces: take plan.cp = 1, or plan.context = "ulysses"$'),
+        (
+            {"cp": 2, "tp": 4, "context": "ulysses"},
+            {"heads": 4},
+            64,
+            'plan.cp = 2 with plan.tp = 4: 4 heads do not .* 8 ranks: take plan.cp = 1, or plan.context = "ring"$',
+        ),
+        ({"cp": 8}, {}, 8, "rows of 8 tokens leave each of 8 ranks one.*take plan.cp = 1 or 2 or 4$"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_tokens(pins, values, row)
+    for pins in ({"cp": 2, "tp": 4}, {"cp": 4, "context": "ulysses"}, {}):
+        check_tokens(pins, {"heads": 4}, 64)
+    check_tokens({"cp": 2}, {}, None)
+
+
+def test_a_machine_of_one_island_is_refused() -> None:
+    """Its ranks would never meet others, as without islands."""
+    for exchange, ranks in (({"name": "islands", "ranks": 8}, 8), ("local_sgd", 1)):
+        with pytest.raises(UserError, match=r"two at least.*: leave out exchange"):
+            check_machine({"exchange": exchange}, ranks)
+        check_machine({"exchange": exchange}, 2 * ranks)
+    asked = task(pins={"exchange": {"name": "islands", "ranks": 2}}, on=cluster(1, 4, inside=1e6))
+    assert {each.choice.spread.replicas for each in search(asked).best} == {4}

@@ -158,6 +158,6 @@ def test_a_budget_is_of_plans_with_one_replica(settled: Callable[..., Settled], 
     host = replace(priced.hosts[0], price=1.0)
     monkeypatch.setattr(auto, "load_job", lambda *_: (own.job, own.origins))
     monkeypatch.setattr(auto, "opened", lambda *_: own)
-    monkeypatch.setattr(auto, "named", lambda *_: replace(priced, hosts=(host, host)))
+    monkeypatch.setattr(auto, "cluster_of", lambda *_: replace(priced, hosts=(host, host)))
     chosen = auto.ask(Path("job.toml"), [], auto.Asked("two.toml", budget=1.0))
     assert chosen.plan.replicas == 1

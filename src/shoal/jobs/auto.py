@@ -9,16 +9,15 @@ from pathlib import Path
 from shoal.jobs.answer import Chosen, task_of
 from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch, task_here
 from shoal.jobs.automatic import pinned
-from shoal.jobs.choose import Settled, Sizes, opened
+from shoal.jobs.choose import Sizes, opened
 from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import allowed, load_job, plan_pins
 from shoal.plan import Plan
-from shoal.planner.cluster import Cluster
 from shoal.planner.cluster_file import cluster_of
 from shoal.planner.explain import within_budget
 from shoal.planner.machines import BETWEEN, MACHINES
-from shoal.planner.pins import check_pins
+from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.replicable import as_replicable
 from shoal.planner.task import Task
 
@@ -44,9 +43,11 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     pins = {**pinned(job, origins), **plan_pins(asked.pins)}
     check_pins(pins)
     auto = replace(job.auto, allow=(*job.auto.allow, *allowed(asked.allow, "--allow")))
+    cluster = None if asked.on == HERE else cluster_of(asked.on, MACHINES, BETWEEN)
+    check_machine(pins, ranks_here(job) if cluster is None else cluster.size)
     settled = opened(replace(job, plan=Plan(), auto=auto), origins)
-    cluster = named(asked.on, settled, ranks_here(job))
-    if asked.on == HERE:
+    if cluster is None:
+        cluster = cluster_of_ranks(settled, Sizes(ranks_here(job), ranks_here(job)))
         task = task_here(settled, cluster, pins, asked.limit)
     else:
         task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
@@ -59,13 +60,6 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
         return placed(settled, task)
 
     return as_replicable(task, settled.job.train.buffers, find)
-
-
-def named(text: str, settled: Settled, ranks: int) -> Cluster:
-    """The machine that is called or described so; "here": this one, with so many ranks."""
-    if text == HERE:
-        return cluster_of_ranks(settled, Sizes(ranks, ranks))
-    return cluster_of(text, MACHINES, BETWEEN)
 
 
 HERE = "here"

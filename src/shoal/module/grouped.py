@@ -1,5 +1,5 @@
-"""Products by groups (`torch.nn.functional.grouped_mm`) on fake tensors: torch's stand-in takes bf16 alone, its kernel on
-a CPU more."""
+"""Products by groups (`torch.nn.functional.grouped_mm`) on fake tensors: torch's stand-in takes bf16 alone, its kernel
+on a CPU more."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from shoal.module.compiling import fuses
 from shoal.optim.groups import GroupRule, OptimizerFactory, small_optimizer
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
-from shoal.planner.ask import legal_degrees, numbers_of
+from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import why_not_compiled
 from shoal.planner.confirm import confirm
@@ -29,6 +29,7 @@ from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
 from shoal.planner.pins import check_pins, check_traced
+from shoal.planner.positions import tokens_of
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.probe import probe, run_together
@@ -78,7 +79,7 @@ def auto_plan(
     subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
     groups = groups_of(world) if cluster is None else None
     ran = run_together(world, subject, global_batch, microbatch) if cluster is None else ()
-    given = pins or {}
+    given, length = pins or {}, tokens_of(sample) or None
 
     def find() -> tuple[dict[str, Any], int]:
         check_pins(given)
@@ -86,6 +87,7 @@ def auto_plan(
         if machine is None:
             machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
         values = _settings(model, microbatch)
+        check_tokens(given, values, length)
         try:
             traced = profile(replace(subject, plan=Plan(placements=given.get("placements"))), ways(given, machine.size))
         except Untraced as error:
@@ -93,7 +95,6 @@ def auto_plan(
             LOG.warning("plan: %s (%s)", spoken(plan.to_dict()), why)
             return plan.to_dict(), microbatch or largest_share(global_batch, plan)
         check_traced(given, traced)
-        length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
         legal = legal_degrees(values, traced, length, machine.per_host)
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, given, legal)
         cores = any(device.on_host for device in machine.devices)

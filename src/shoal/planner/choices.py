@@ -44,9 +44,8 @@ class Choices(Estimates):
             check_numbers(given, pieces)
         shares, shard = task.pins.get("shares"), task.pins.get("shard")
         found = [each for each in found if not shares or each.copies == len(shares)]
-        if trains_apart(task):
-            found = [each for each in found if each.replicas > 1]
-        return [each for each in found if self._schedules(each) and (shard is None or _can_share(each, shard))]
+        found = [each for each in found if each.replicas > island(task)]
+        return [each for each in found if self._schedules(each) and (shard is None or can_share(each, shard))]
 
     def choices(self, spread: Spread) -> Iterator[Choice]:
         """The choices of these degrees."""
@@ -169,11 +168,15 @@ class Choices(Estimates):
         return (True, False) if self.task.compiled and not kept else (False,)
 
 
-def trains_apart(task: Task) -> bool:
-    """Whether an exchange is pinned whose replicas train apart, and there can be some: who pins it wants several."""
+def island(task: Task) -> int:
+    """How many replicas train as one where an exchange is pinned whose replicas train apart, and there can be several
+    such: who pins it wants several. 0 elsewhere."""
     pins = task.pins
-    wanted = "exchange" in pins and pins.get(FIELDS["copies"]) != 1 and task.cluster.size > 1
-    return wanted and algorithm(pins["exchange"]).trains_apart
+    if "exchange" not in pins or pins.get(FIELDS["copies"]) == 1:
+        return 0
+    its = algorithm(pins["exchange"])
+    ranks = getattr(its, "ranks", 1) if its.trains_apart else 0
+    return ranks if task.cluster.size > ranks else 0
 
 
 def with_tier(first: Choice, tier: Tier) -> Choice:
@@ -183,7 +186,7 @@ def with_tier(first: Choice, tier: Tier) -> Choice:
     return Choice(*one, first.compile, first.stages, first.shares)
 
 
-def _can_share(spread: Spread, shard: int) -> bool:
+def can_share(spread: Spread, shard: int) -> bool:
     """Whether so many ranks of these degrees can share a copy of the state."""
     try:
         spread.plan(zero=3, shard=shard).check_groups()

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from shoal.plan import Plan
@@ -110,7 +109,8 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 def degrees(size: int, most: Mapping[str, int], pins: Mapping[str, Any]) -> Iterator[Spread]:
     """All degrees of `size` ranks. `most`: the largest of each kind ("stages", "parts", ...), a missing one is 1; for
-    "parts", "tokens" and "experts" numbers that they have to divide. `pins`: fields of a plan that are given."""
+    "parts", "tokens" and "experts" numbers that they have to divide (see `why_not_tokens`). `pins`: fields of a plan
+    that are given."""
     wanted = {PINS[key]: value for key, value in pins.items() if key in PINS}
 
     def legal(what: str, left: int) -> list[int]:
@@ -135,10 +135,30 @@ def _by_context(spread: Spread, most: Mapping[str, int], pins: Mapping[str, Any]
     ways = [False, True] if spread.tokens > 1 else [False]
     if "context" in pins:
         ways = [pins["context"] == "ring"]
-    heads = most.get("heads", 0)
     for ring in ways:
-        if ring and spread.tokens > 1 and not most.get("ring", 1):
-            continue
-        if spread.tokens > 1 and not ring and heads and heads % prod((spread.parts, spread.tokens)):
-            continue
-        yield replace(spread, ring=ring)
+        if spread.tokens == 1 or not why_not_tokens(replace(spread, ring=ring), most):
+            yield replace(spread, ring=ring)
+
+
+def why_not_tokens(spread: Spread, most: Mapping[str, int]) -> str:
+    """Why ranks cannot share the tokens of a row so; "" if they can. A ring cuts a row in two pieces a rank, and deals
+    out no heads; else heads, and those of keys and values, are dealt out to the ranks that have all parts of them.
+
+    most: numbers that the ranks have to divide, of tokens ("tokens", in a ring "ring"; 0: there is none), of "heads"
+        and of "keys", and the tokens of a "row"; a missing one is not known
+    """
+    ranks, row = spread.tokens, most.get("row", most.get("tokens", 1))
+    number = most.get("ring", ranks) if spread.ring else most.get("tokens", 1)
+    if not number or number % ranks:
+        return f"rows of {row} tokens do not come out even in {ranks * (1 + spread.ring)} pieces"
+    if spread.ring:
+        return ""
+    if ranks == most.get("row"):
+        return f"rows of {row} tokens leave each of {ranks} ranks one, whose mask does not show what it sees"
+    heads, keys = most.get("heads", 0), most.get("keys", 0)
+    if heads % (spread.parts * ranks):
+        return f"{heads} heads do not come out even among {spread.parts * ranks} ranks"
+    keys = max(1, keys // spread.parts) if keys else ranks
+    if keys % ranks and ranks % keys:
+        return f"{keys} heads of keys and values do not come out even among {ranks} ranks"
+    return ""

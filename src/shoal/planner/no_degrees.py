@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from shoal.errors import UserError
-from shoal.planner.choices import Choices, trains_apart
-from shoal.planner.degrees import PINS, Spread
+from shoal.planner.choices import Choices, can_share, island
+from shoal.planner.degrees import PINS, Spread, divisors, why_not_tokens
 from shoal.planner.pieces import grouped
 from shoal.planner.profile import NOT_ASKED
 from shoal.planner.task import Task, spoken
@@ -34,19 +34,46 @@ def _whys(task: Task) -> Iterator[str]:
         way = "ring" if what == "tokens" and task.pins.get("context") == "ring" else what
         if (why := task.profile.refused.get(way, "")) not in ("", NOT_ASKED):
             yield why
-    for what, number in (("tokens", "heads"), ("experts", "experts")):
-        ranks = given.get(what, 1) * (given.get("parts", 1) if what == "tokens" else 1)
-        way, has = "ring" if task.pins.get("context") == "ring" else what, task.legal.get(number, 1)
-        if what in given and way != "ring" and has > 1 and has % ranks:
-            yield f"{has} {number} do not come out even among {ranks} ranks"
+    yield from _of_tokens(task, given)
+    if (has := task.legal.get("experts", 1)) > 1 and has % given.get("experts", 1):
+        yield f"{has} experts do not come out even among {given['experts']} ranks"
     if given.get("stages", 1) > (most := len(grouped(task.profile.parts))):
         yield f"the model can be cut into {most} stages at most, one for each of its blocks"
     elif {"stages", "schedule"} & set(task.pins):
         yield "stages are plan.pp times the chunks of the schedule, each of a block at least"
-    if trains_apart(task):
-        yield "what trains apart are replicas, of which there are two at least"
+    if (ranks := island(task)) > 0:
+        them = "replicas" if ranks == 1 else f"islands of {ranks} replicas"
+        yield f"what trains apart are {them}, of which there are two at least"
     if given.get("copies", 1) > task.rows:
         yield f"each of {given['copies']} replicas has a row at least"
+    yield from _of_copies(task)
+
+
+def _of_tokens(task: Task, given: Mapping[str, int]) -> Iterator[str]:
+    """Why a row cannot be shared as it is pinned, in none of the ways that the model itself does not refuse."""
+    ways = {False: "tokens", True: "ring"}
+    if "context" in task.pins:
+        ways = {ring: what for ring, what in ways.items() if ring == (task.pins["context"] == "ring")}
+    if "tokens" in given:
+        own = [Spread(tokens=given["tokens"], parts=given.get("parts", 1), ring=ring) for ring in ways]
+        whys = [why_not_tokens(each, task.legal) for each in own if not task.profile.refused.get(ways[each.ring])]
+        yield from whys if all(whys) else ()
+
+
+def _of_copies(task: Task) -> Iterator[str]:
+    """What of the pins goes with no number of replicas that there may be."""
+    shard, shares = task.pins.get("shard"), task.pins.get("shares") or ()
+    free = _spreads(replace(task, pins=_without(_without(task.pins, "shard"), "shares")))
+    may = sorted({each.copies for each in free})
+    said = f"dp may be {' or '.join(map(str, may))}"
+    if shares and may and len(shares) not in may:
+        yield f"plan.shares are {len(shares)} numbers, one for each of dp replicas, and {said}"
+    if shard is None or not may:
+        return
+    if all(each % shard for each in may):
+        yield f"plan.shard = {shard} of dp replicas share one copy of the state, and {said}"
+    elif not any(can_share(each, shard) for each in free):
+        yield f"plan.shard = {shard} ranks share one copy of the state, which ep has to divide or to be a multiple of"
 
 
 def _remedy(task: Task) -> str:
@@ -56,8 +83,10 @@ def _remedy(task: Task) -> str:
         if task.pins[field] == 1 and task.legal.get(PINS.get(field, "")) == 1:
             continue  # it is so without a pin: replicas cannot keep the buffers, or it cannot be divided so
         if found := _spreads(replace(task, pins=_without(task.pins, field))):
-            may = sorted({getattr(each, PINS[field]) for each in found}) if field in PINS else []
-            free.append(f"leave out {field}" + (f" or take {field} = {' or '.join(map(str, may))}" if may else ""))
+            gone = [each for each in task.pins if each not in _without(task.pins, field)]
+            may = [] if len(gone) > 1 or _is_refused(task, field) else _values(field, found)
+            take = f" or take {field} = {' or '.join(map(str, may))}" if may else ""
+            free.append(f"leave out {' and '.join(gone)}{take}")
     if free:
         return "; or ".join(free)
     if task.rows < task.cluster.size and _spreads(replace(task, rows=task.cluster.size)):
@@ -65,6 +94,19 @@ def _remedy(task: Task) -> str:
     if task.pins and _spreads(replace(task, pins={})):
         return "leave out several of these"
     return "take another number of devices"
+
+
+def _is_refused(task: Task, field: str) -> bool:
+    """Whether the model refuses to be divided as a field says, of which other numbers were not traced."""
+    return task.profile.refused.get(PINS.get(field, ""), "") not in ("", NOT_ASKED)
+
+
+def _values(field: str, found: Iterable[Spread]) -> list[int]:
+    """What a field may be in some of the degrees that were found; nothing for one that has no number."""
+    if field == "shard":
+        numbers = {number for each in found for number in divisors(each.copies) if can_share(each, number)}
+        return sorted(numbers - {1})
+    return sorted({getattr(each, PINS[field]) for each in found}) if field in PINS else []
 
 
 def _without(pins: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -48,6 +48,21 @@ def check_pins(pins: Mapping[str, Any]) -> None:
         Plan(**{copies: number}, zero=pins.get("zero", 3), shard=shard, shares=shares).check_groups()
 
 
+def check_machine(pins: Mapping[str, Any], ranks: int) -> None:
+    """Raises UserError for an exchange whose replicas train apart where there are too few `ranks` for two of them: it
+    would be the same as none."""
+    if "exchange" not in pins or pins.get(FIELDS["copies"]) == 1:
+        return
+    its = algorithm(pins["exchange"])
+    each = getattr(its, "ranks", 1)
+    if its.trains_apart and ranks <= each:
+        them, fewer = ("replicas", "") if each == 1 else (f"islands of {each} ranks", " give fewer ranks,")
+        raise UserError(
+            f'plan.exchange = "{option_name(pins["exchange"], "exchange")}": what trains apart are {them}, of which '
+            f"there are two at least, and the machine has {ranks}: leave out exchange,{fewer} or name a larger machine"
+        )
+
+
 def check_traced(pins: Mapping[str, Any], traced: Profile) -> None:
     """Raises UserError for placements that name no layer, or are of none of the ways in which it can be cut where it is
     pinned that layers are."""

@@ -231,7 +231,8 @@ class _Slicing:
         if not inside and self._spread is not None and self._region.size > 1:
             raise UserError(
                 f"{name}: experts that ranks along ep share are cut along tp too, and these stay whole: the norm of "
-                'gradients would count them more than once. Take plan.ep = 1, or let the rule of experts be "experts"'
+                "gradients would count them more than once. Take plan.ep = 1 or plan.tp = 1, or give Engine "
+                'tensor_rules that call them "experts"'
             )
         shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
         layouts = {key: Layout.cut(shape, 0, [(0, shape[0])]) for key, shape in shapes.items()}
