@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shoal.cli import start
 from shoal.cli.start import arrange, start_nodes
 from shoal.elastic import nodes
 from shoal.elastic.control import JOB as JOB_ID
@@ -125,6 +126,18 @@ def test_what_nodes_cannot_have_is_refused_before_one_starts(tmp_path: Path, mon
     with pytest.raises(UserError, match=r"run.at with --nodes"):
         start_nodes(tmp_path / "job.toml", at, "1", None)
     assert [each.name for each in tmp_path.iterdir()] == ["job.toml"]
+
+
+@pytest.mark.fast
+def test_the_plan_of_a_job_follows_the_ranks_of_the_first_node_too(tmp_path: Path, monkeypatch):
+    """Also that of the resolved.toml of a run of other ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB.format(steps=9, every=0) + "[plan]\ndp = 8\nzero = 3\n")
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(start, "found", lambda *args: started.append(args) or 0)
+    assert start_nodes(tmp_path / "job.toml", ["run.nproc=2"], "1:4", None) == 0
+    [(program, limits, here, _, arranging)] = started
+    assert (limits, here, arranging(program.arguments, here)) == ((1, 4), 2, (["plan.dp=2"], ""))
 
 
 @pytest.mark.fast

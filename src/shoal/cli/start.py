@@ -94,8 +94,6 @@ def start_nodes(
         return join(outside.address, ranks_here(job), interface, arrange, PATIENCE)
     here = ranks_here(job)
     fitted(job, here)  # refuses what nodes cannot have
-    if limits[0] == 1:
-        spread(job, origins, here)
     program = program_of(path, assignments, job, origins)
     if coordinator is not None:
         return found_or_join(program, limits, here, interface, arrange, coordinator)
