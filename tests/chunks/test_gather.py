@@ -141,15 +141,36 @@ class OtherWays(nn.Module):
         return self.layers[self.rank](x)
 
 
-def go_other_ways(world: World) -> str:
+class FurtherOn(OtherWays):
+    """One rank has another layer to run, behind those of both."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        return first + self.layers[1](x) if self.rank else first
+
+
+class Again(OtherWays):
+    """One rank runs its first layer once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x) + self.layers[1](x)
+        return first + self.layers[0](x) if self.rank else first
+
+
+def go_other_ways(world: World, model: type[OtherWays]) -> str:
     with pytest.raises(UserError) as failure:
-        train(world, 3, partial(OtherWays, world.rank), chunk_bytes=128)
+        train(world, 3, partial(model, world.rank), chunk_bytes=128)
     return str(failure.value)
 
 
-def test_ranks_that_need_different_weights_are_told():
-    for message in simulate_world(2, go_other_ways):
-        assert "ranks need different weights at the same time" in message and "plan.zero = 2" in message
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [(OtherWays, "weight is in "), (FurtherOn, "none, its backward begins"), (Again, "times in a pass")],
+)
+def test_ranks_that_need_different_weights_are_told(model, says):
+    for message in simulate_world(2, go_other_ways, model):
+        assert "ranks need different weights" in message and says in message
+        assert "plan.zero = 2 without plan.memory does not" in message
 
 
 def what_moves(world: World, steps: int) -> tuple[int, int, list[str]]:

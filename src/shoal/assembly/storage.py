@@ -12,9 +12,11 @@ from shoal.assembly.offload import Offload
 from shoal.chunks import Budget, Chunk, ChunkMaker, Executor, Gather, search
 from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.allocate import Private, Shared
+from shoal.chunks.executor import Pause
 from shoal.chunks.make import Keeping
-from shoal.chunks.shard import Shards
+from shoal.chunks.shard import ALIKE, Shards, ask_alike
 from shoal.comm import Group, World
+from shoal.errors import UserError
 from shoal.exchange import Algorithm
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.mesh import Mesh
@@ -103,14 +105,15 @@ class Storage:
             return None
         offload = self._offload
         groups = {id(chunk.group): chunk.group for chunk in passing if chunk.group is not None and chunk.group.size > 1}
-        agree = None
+        agree = alike = None
         if groups:
             group = next(iter(groups.values()))
             if self._apart:  # some are gathered among fewer ranks
                 group = self._world.group(f"{self._replicas.name}-movement", self._replicas.ranks)
             agree = partial(_smallest, group)
+            alike = partial(_alike, list(groups.values()), passing[0].data.device)
         tier = None if offload is None else offload.tier
-        executor = Executor(passing, self._lane, tier, agree=agree)
+        executor = Executor(passing, self._lane, tier, agree=agree, alike=alike)
         on_host = None
         if offload is not None and offload.allowed.activations:
             on_host = partial(OnHost, offload.allowed.activations, self._lane, offload.host)
@@ -150,5 +153,18 @@ class Storage:
 
 
 def _smallest(group: Group, numbers: list[int]) -> list[int]:
-    """Returns the smallest of each number that a rank of `group` has; all of them call it."""
-    return [min(each) for each in zip(*group.all_gather_object(numbers), strict=True)]
+    """Returns the smallest of each number that a rank of `group` has; all of them call it. Raises UserError, on all,
+    where they have not used weights as often as each other."""
+    everywhere = group.all_gather_object(numbers)
+    if len({len(each) for each in everywhere}) > 1:
+        raise UserError(
+            f"ranks need different weights: those of {group.name} have used them {[len(each) for each in everywhere]} "
+            f"times in a pass. {ALIKE}"
+        )
+    return [min(each) for each in zip(*everywhere, strict=True)]
+
+
+def _alike(groups: Sequence[Group], device: torch.device, pause: Pause) -> None:
+    """Raises UserError where another rank of one of `groups` gathers weights that this one does not ask for."""
+    for group in groups:
+        ask_alike(group, pause, "", device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from shoal.chunks.movement import Planned, Tick, Trace, plan
@@ -32,6 +33,14 @@ class Movable(Protocol):
     def settle(self) -> None: ...
 
 
+class Pause(Enum):
+    """Where a rank asks for no block."""
+
+    BACKWARD = "none, its backward begins"
+    NEW = "none, at the end of a pass that was not as earlier ones"
+    KNOWN = "none, at the end of a pass as earlier ones"
+
+
 class State(Enum):
     ABSENT = "no memory"
     COMING = "memory, and the lane fills it"
@@ -45,6 +54,8 @@ class Executor:
     - `ahead`: blocks on their way for later use at a time
     - `agree`: takes the elementwise minimum over all ranks, where they gather blocks together: then all of them must
       make the same moves, whatever else each has in its tier
+    - `alike`: raises an error where another rank asks for a block while this one asks for none: at a backward's
+      beginning, and at the end of a pass (see Pause)
     - `bytes_in`: bytes that have come; `most`: the most that were in memory at a time
     - `spare`: bytes that the tier would have left at any moment of the last recorded pass if all blocks were in memory
     """
@@ -56,8 +67,9 @@ class Executor:
         tier: Tier | None = None,
         ahead: int = 1,
         agree: Callable[[list[int]], list[int]] | None = None,
+        alike: Callable[[Pause], None] | None = None,
     ) -> None:
-        self._agree = agree
+        self._agree, self._alike = agree, alike
         self._blocks, self._lane, self._tier, self._ahead = blocks, lane, tier, ahead
         self._sizes = [block.nbytes_whole for block in blocks]
         self._states = [State.ABSENT] * len(blocks)
@@ -94,7 +106,9 @@ class Executor:
             if state is State.COMING:
                 self._arrive(index)
         trace = self._all_goes()
-        if trace and (self._follows is None or self._follows.trace != trace):
+        is_new = bool(trace) and (self._follows is None or self._follows.trace != trace)
+        self._pause(Pause.NEW if is_new else Pause.KNOWN)
+        if is_new:
             self._follows = None
             room = self._room(trace)
             room = self._agree(room) if self._agree is not None else room
@@ -107,6 +121,15 @@ class Executor:
             moves = plan(trace, self._sizes, room, self._ahead)
             self._plans[self._key] = Planned(trace, moves, tuple(self._sizes), tuple(room))
             self.spare = min(room) - sum(self._sizes)
+
+    def backward(self) -> None:
+        """Begins a backward, whose gradients may wait for ranks that would wait for a block."""
+        if self.active:
+            self._pause(Pause.BACKWARD)
+
+    def _pause(self, pause: Pause) -> None:
+        if self._alike is not None:
+            self._lane.submit(partial(self._alike, pause), "which weights").wait("weights")
 
     @property
     def followed(self) -> Planned | None:

@@ -170,6 +170,10 @@ class Gather:
         self.executor.forget()
         self._show(bool(self._all_there))
 
+    def backward_begins(self) -> None:
+        """Makes sure that no rank is in a forward that asks for weights."""
+        self.executor.backward()
+
     def backward_is_over(self) -> None:
         """Forgets what the loss function asked for and what this backward recomputed."""
         if self._running:
@@ -229,8 +233,7 @@ class Gather:
 
     def _bound_anew(self) -> str:
         """Names a parameter that somebody has bound to other memory; "" for none."""
-        places = self._views.items()
-        return next((name for name, (each, view, _) in places if storage_of(each) != storage_of(view)), "")
+        return next((name for name, (p, view, _) in self._views.items() if storage_of(p) != storage_of(view)), "")
 
     def between(self) -> AbstractContextManager[None]:
         """Context of what leaves weights alone. Raises UserError where it writes to one that is blank."""

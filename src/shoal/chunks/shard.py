@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from shoal.chunks.allocate import Private
+from shoal.chunks.executor import Pause
 from shoal.comm import Group
 from shoal.errors import UserError
+
+ALIKE = (
+    "Where weights are gathered (plan.zero with plan.memory; plan.zero = 3 without shared memory) all ranks must run "
+    "the same modules in the same order. plan.zero = 2 without plan.memory does not ask for that, nor does plan.memory "
+    "without plan.zero"
+)
 
 
 @dataclass(frozen=True)
@@ -132,15 +139,8 @@ class Gathered:
         """
         group = self.shards.group
         alone = group.size == 1
-        if whole.is_cpu and not alone:  # a few microseconds beside the transfer; on a GPU the host would have to wait
-            mine = torch.tensor([float(index)])
-            asked = group.all_gather(torch.empty(group.size), mine, purpose="which weights")
-            if (asked != index).any():
-                raise UserError(
-                    f"ranks need different weights at the same time: chunks {[int(index) for index in asked]} "
-                    f"({name} is in {index}). Where weights are gathered (plan.zero = 3 without shared memory) all "
-                    "ranks must run the same modules in the same order; plan.zero = 2 does not ask for that"
-                )
+        if not alone:
+            ask_alike(group, index, name, whole.device)
         if alone or own.device != whole.device:
             own = whole[self.shards.stretch(whole.numel())].copy_(own, non_blocking=True)
         if not alone:
@@ -151,3 +151,22 @@ class Gathered:
 
 
 Placement = Replicated | Sharded | Gathered
+
+
+def ask_alike(group: Group, wanted: int | Pause, name: str, device: torch.device) -> None:
+    """Raises UserError, on all ranks of `group`, which all call it, if they do not ask for the same weights on a CPU.
+
+    wanted: the index of a chunk, or why there is none now. name: of a parameter in it.
+    """
+    if device.type != "cpu":  # there the host would have to wait; here it takes a few microseconds
+        return
+    pauses = list(Pause)
+    mine = torch.tensor([float(wanted if isinstance(wanted, int) else -1 - pauses.index(wanted))])
+    asked = group.all_gather(torch.empty(group.size), mine, purpose="which weights")
+    if (asked != mine).any():
+        said = [str(int(each)) if each >= 0 else pauses[-1 - int(each)].value for each in asked]
+        where = f" ({name} is in {wanted})" if name else ""
+        raise UserError(
+            f"ranks need different weights at the same time: of the chunks, the ranks of {group.name} ask for "
+            f"{'; '.join(said)}{where}. {ALIKE}"
+        )

@@ -89,6 +89,7 @@ class Reduce:
         """Wraps a backward: what is complete is exchanged while it goes on (see Reducer.backward)."""
         own_mean = self._totals.own_mean()  # in the last microbatch that of the whole step
         self._trained.optimizer.settle()  # gradients are about to change
+        self._forward.gather.backward_begins()
         with self._forward.ledger.span("compute", "backward"), self._reducer.backward(own_mean, last, complete):
             yield
         self._forward.gather.backward_is_over()
