@@ -46,7 +46,6 @@ demo: $(BIN)/.installed-core
 	$(BIN)/shoal demo
 
 test: $(BIN)/.installed-dev $(VENV)/zoo $(VENV)/fed
-	$(BIN)/lint-imports --no-cache
 	$(PYTEST) $(SHARED) -m "not matrix and not alone"
 	$(PYTEST) -m "alone and not matrix"
 
@@ -85,6 +84,7 @@ fingerprints: $(BIN)/.installed-dev
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # How large files and functions are, and who names devices and axes: printed, and held.
 shape: $(BIN)/.installed-dev
