@@ -205,3 +205,12 @@ def test_stages_that_send_over_the_same_links_are_found_once() -> None:
     alone = replace(choice, spread=Spread(stages=1, copies=4, parts=2))
     between = Search(with_more(asked)["GB/s between hosts"], first)
     assert between.lane(alone) is first.lane(alone), "copies alone send between hosts"
+
+
+def test_experts_that_no_ranks_share_are_as_the_rest_of_a_model() -> None:
+    """The engine has them in the same chunks; they were counted as chunks of their own, also with ep = 1."""
+    for zero in (1, 2, 3):
+        plain, mixed = (Search(task(each)) for each in (model(), with_experts(model())))
+        choice = Choice(Spread(copies=8), 2, zero=zero)
+        one, other = plain.simulated(plain.estimate(choice)), mixed.simulated(mixed.estimate(choice))
+        assert (other.terms, other.memory) == (one.terms, one.memory)

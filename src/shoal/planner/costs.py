@@ -265,7 +265,7 @@ class Prices:
         return Sizes(
             math.fsum(part.weights.on(spread) for part in own),
             math.fsum(part.trained.on(spread) for part in own),
-            math.fsum(part.experts.on(spread) * _inside(part, spread) for part in own),
+            math.fsum(part.experts.on(spread) * _inside(part, spread) for part in own) * (spread.experts > 1),
             {"none": saved, "full": others + given, "selective": min(saved, others + given + results)},
             own[0].boundary.on(spread) if own[0].boundary.value else given,
             saved,
