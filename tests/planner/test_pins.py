@@ -111,6 +111,7 @@ def test_nothing_is_traced_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_field_is_pinned_once() -> None:
+    assert plan_pins(["memory=none"]) == {"memory": None}, "nothing lies elsewhere than on the device"
     assert plan_pins(["dp=2", "dp=2", "memory.device=1GiB", "memory.host=2GiB"])["dp"] == 2
     with pytest.raises(UserError, match="--pin dp=4: another --pin gives dp = 2: leave out one of them"):
         plan_pins(["dp=2", "tp=2", "dp=4"])

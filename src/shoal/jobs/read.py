@@ -163,8 +163,8 @@ def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of a plan that pins like "tp=8" give, whose values `check_pins` checks. Raises UserError for
-    other fields, and values of another type."""
+    """Returns the fields of a plan that pins like "tp=8", or "memory=none" for no budget, give, whose values
+    `check_pins` checks. Raises UserError for other fields, and values of another type."""
     found: dict[str, Any] = {}
     known = [each.name for each in fields(Plan)]
     for pin in pins:
@@ -178,6 +178,7 @@ def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
                 hint = f" Write --set train.{pin.strip()}."
             raise UserError(f'--pin {pin}: a plan has no key "{key}".{hint} Keys: {", ".join(known)}')
         value = _nested(found.get(key), path, _value(written), f"--pin {pin}")
+        value = None if (key, value) == ("memory", "none") else value  # all stays on the device
         if not path and found.get(key, value) != value:
             raise UserError(f"--pin {pin}: another --pin gives {key} = {found[key]!r:.100}: leave out one of them")
         _check("plan", key, value, f"--pin {pin}")
