@@ -104,6 +104,17 @@ def test_a_killed_rank_puts_nobody_aside_but_one_that_comes_no_further_ends_the_
     assert decisions == [Finish(4, "3 generations in a row failed without a further step. The last: it failed")]
 
 
+def test_who_has_failed_is_named_not_who_lost_others_because_of_it():
+    for outcome in ("killed", "failed"):
+        machine = running("a", "b", "c")
+        apply(machine, ended(2.0, "b", 1, "lost", holds=True), ended(2.1, "c", 1, outcome))
+        decisions = [*apply(machine, ended(2.2, "a", 1, "lost", holds=True), Tick(8.0))]
+        assert formed(decisions).why == "ranks of c ended: it failed"
+    machine = running("a", "b")
+    apply(machine, Left(2.0, "b", "silent", True))
+    assert formed(apply(machine, ended(2.2, "a", 1, "lost", holds=True), Tick(8.0))).why == "b is gone"
+
+
 def test_state_in_memory_counts_only_while_its_member_stays():
     machine = running("a", "b")
     assert apply(machine, ended(2.0, "a", 1, "lost", step=5, holds=True)) == [Stop(1, NOW, "ranks of a ended: ")]

@@ -41,3 +41,12 @@ class Headway:
             return None
         why = f"{self.fruitless} generations in a row failed without a further step. The last: {failed[0].message}"
         return Finish(failed[0].code or LaunchError.exit_code, why)
+
+
+def nearer(known: Ended | None, event: Ended) -> Ended:
+    """Returns what is nearer to why a generation ended: ranks that only lost others may be heard of before these."""
+    return event if known is None or (known.outcome == "lost" and event.outcome != "lost") else known
+
+
+def said(event: Ended) -> str:
+    return f"ranks of {event.name} ended: {event.message}"

@@ -43,7 +43,7 @@ from shoal.elastic.events import (
     TookOver,
     seated,
 )
-from shoal.elastic.headway import Headway
+from shoal.elastic.headway import Headway, nearer, said
 from shoal.elastic.quorum import outnumbered
 from shoal.elastic.roster import Roster
 
@@ -143,7 +143,7 @@ class Membership:
             self._ended[event.name] = event
             self.roster.hold(event.name, event.holds and event.name in self.roster.members)
             if event.outcome not in ("finished", "stopped") or (event.outcome == "stopped" and self.phase == RUNNING):
-                self._hurt = self._hurt or event
+                self._hurt = nearer(self._hurt, event)
             if event.outcome in ("failed", "killed"):
                 self._note(f"{event.name}: {event.message}")
 
@@ -198,7 +198,7 @@ class Membership:
         if self._gone:
             return self._begin_to_stop(f"{', '.join(self._gone)} is gone", NOW)
         if self._hurt is not None:
-            return self._begin_to_stop(f"ranks of {self._hurt.name} ended: {self._hurt.message}", NOW)
+            return self._begin_to_stop(said(self._hurt), NOW)
         if not self.pending:
             return [self._over(Finish(0, "the training is complete"))]
         if self._asked:
@@ -259,7 +259,7 @@ class Membership:
         self.roster.release(leaving)
         self.phase, self._idle = GATHERING, self.now
         self._deadline = self._rejoined = float("inf")
-        return [*(Release(name) for name in leaving), *(self._last_one_left() if leaving else [])]
+        return [*map(Release, leaving), *(self._last_one_left() if leaving else [])]
 
     def _last_one_left(self) -> list[Decision]:
         return [] if self.roster.members else [self._over(Finish(128 + SIGTERM, "no node is left"))]
@@ -279,7 +279,7 @@ class Membership:
         taken = set(sorted(able, key=lambda name: name not in self.named)[: self.limits.maximum])  # who trains goes on
         live = bool(roster.holding & taken)
         places = seated(roster.place([name for name in able if name in taken]))
-        why = self._stop.why if self._stop is not None else "the first"
+        why = said(self._hurt) if self._hurt and not self._gone else self._stop.why if self._stop else "the first"
         self._number = self._newest = self._newest + 1
         self.generation = Generation(self._number, places, why, self._headway.step, live)
         self.phase, self.named, self.pending = RUNNING, frozenset(taken), set(taken)
