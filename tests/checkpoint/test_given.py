@@ -272,3 +272,16 @@ def test_replicas_apart_leave_the_state_that_another_optimizer_does_not_know(tmp
     (said, keys), _ = run_ranks(_apart, 2, str(tmp_path))
     assert any("the state of the optimizer starts anew" in line for line in said)
     assert keys == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize("memory", [None, {}])
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD])
+def test_a_run_in_fp64_goes_on_with_the_bits_of_one_that_never_stopped(tmp_path, optimizer, memory):
+    """torch gives the numbers that these keep in fp32 beside a parameter the parameter's dtype when they are loaded."""
+    whole, before, after = (
+        make(partial(optimizer, lr=1e-2), plan=Plan(memory=memory), precision="fp64") for _ in "abc"
+    )
+    trained(whole, BEFORE + AFTER)
+    resumed(tmp_path, before, after)
+    wanted, found = ({name: each.clone() for name, each in one.optimizer.parameters.items()} for one in (whole, after))
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())

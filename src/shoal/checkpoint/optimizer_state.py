@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -152,7 +152,26 @@ def put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]],
             values = {**states.get(name, {}), **extra["optim"].get(name, {})}
             if values:
                 state[index] = values
-    optimizer.torch.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+    handle = optimizer.torch.register_load_state_dict_post_hook(_with_numbers_of_torch(optimizer))
+    try:
+        optimizer.torch.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+    finally:
+        handle.remove()
+
+
+def _with_numbers_of_torch(optimizer: ChunkOptimizer) -> Callable[[torch.optim.Optimizer], None]:
+    """Returns what gives single numbers beside a parameter, such as NAdam's product of momenta, the dtype again in
+    which torch's optimizers make them: loaded they have the parameter's, and a run in fp64 would go on otherwise."""
+    is_of_torch = hasattr(torch.optim, optimizer.kind)
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+    def put(loaded: torch.optim.Optimizer) -> None:
+        for values in loaded.state.values() if is_of_torch else ():
+            for key, value in values.items():
+                if isinstance(value, Tensor) and not value.dim() and value.is_floating_point():
+                    values[key] = value.to(dtype)
+
+    return put
 
 
 def put_back_of(
@@ -167,3 +186,4 @@ def put_back_of(
             key: value.to(parameter.device) if isinstance(value, Tensor) and goes_with_parameter(key, group) else value
             for key, value in values.items()
         }
+    _with_numbers_of_torch(optimizer)(optimizer.torch)
