@@ -13,12 +13,12 @@ import pytest
 
 from shoal.comm import World
 from shoal.errors import UserError
-from shoal.jobs.automatic import pinned
+from shoal.jobs.automatic import pinned, planned
 from shoal.jobs.choose import settle
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.train import train
-from shoal.jobs.trials import FILE, Candidate, Trials, key_of, read, write
+from shoal.jobs.trials import FILE, KEPT, Candidate, Trials, key_of, read, write
 from shoal.jobs.trying import STEPS
 from shoal.plan import Plan
 from tests.jobs.conftest import in_cache, losses_of, records_of
@@ -149,6 +149,26 @@ def test_trials_hold_for_a_run_that_is_to_train_longer(make_job):
 
     assert key(steps=40) == key(steps=400), "warmup follows from the steps"
     assert key(steps=40, lr=1.0) != key(steps=40)
+
+
+def test_a_plan_that_has_ended_a_rank_is_known_after_a_generation_of_fewer_ranks(make_job, tmp_path):
+    """Else it is tried again and again, as the generation of one rank less begins trials of its own."""
+    alone = World.single("cpu")
+    settled = settle(replace(make_job(**GIVEN), auto=Auto(True, 3)), {}, alone)
+    own = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
+    plans = (Candidate({}, 0.1, 0.2), Candidate({"recompute": "full"}, 0.1), Candidate({"zero": 1}, 0.1))
+    write(tmp_path / "run", Trials(own, 2, plans, now=1))  # the rank is killed in the second
+    fewer = replace(trials(now=0), key="of fewer ranks")
+    for _ in range(2):
+        write(tmp_path / "run", fewer)
+    assert read(tmp_path / "run") == read(tmp_path / "run", fewer.key) == fewer
+    found = planned(settled, alone).trials
+    assert found is not None and found.candidates[0].seconds == 0.2 and found.next == 2
+    assert found.candidates[1].deaths == 1 and found.plan == Plan(zero=1)
+    for number in range(2 * KEPT):
+        write(tmp_path / "run", replace(fewer, key=f"another question {number}"))
+    assert len(json.loads((tmp_path / "run" / FILE).read_text())["others"]) == KEPT - 1
+    assert read(tmp_path / "run", own) is None
 
 
 @pytest.mark.fast

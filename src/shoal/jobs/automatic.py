@@ -104,16 +104,18 @@ def _under_trial(settled: Settled, world: World) -> Trials | None:
     collective call."""
     job, found = settled.job, None
     if world.rank == 0 and job.run.resume == "auto":
-        kept = read(Path(job.run.dir))
-        if kept is not None and _speaks_of(kept, settled, world):
+        asks = job.auto.wanted and job.auto.measure > 1
+        key = key_of(job, settled.origins, pinned(job, settled.origins), world.size) if asks else None
+        kept = read(Path(job.run.dir), key)
+        if kept is not None and _speaks_of(kept, job):
             found = kept.after_a_death().to_wire()
     found = world.everyone.broadcast_object(found)
     return None if found is None else Trials.from_wire(found)
 
 
-def _speaks_of(kept: Trials, settled: Settled, world: World) -> bool:
-    job, pins = settled.job, pinned(settled.job, settled.origins)
+def _speaks_of(kept: Trials, job: Job) -> bool:
+    """Whether trials, of its own key where a job asks for some, are those of `job`."""
     if job.auto.wanted:
-        return job.auto.measure > 1 and not kept.ended and kept.key == key_of(job, settled.origins, pins, world.size)
+        return job.auto.measure > 1 and not kept.ended
     plans = [Plan.from_dict(dict(each.plan)) for each in kept.candidates]
     return kept.next is not None and kept.microbatch == job.train.microbatch and job.plan in plans

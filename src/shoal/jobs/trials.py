@@ -1,7 +1,8 @@
 """Which plans a job with `plan.measure` tries, what was measured of them, and how a run that goes on knows it.
 
-The record is `trials.json` in the run's directory, kept by rank 0. It holds for the job and the number of ranks of
-which it speaks: with other ones the trials begin anew.
+The record is `trials.json` in the run's directory, kept by rank 0. Trials hold for the job and the number of ranks of
+which they speak. Where nodes come and go the record has those of other numbers too: a rank that a plan ends is missed
+for a generation of one rank less, and the next one has to know of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from shoal.report.replace import replace_text
 FILE = "trials.json"
 DEATHS = 2
 """So many ends of a process under a candidate pass it over."""
+KEPT = 16
+"""Of so many jobs and numbers of ranks the trials are kept."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +133,22 @@ def of_candidates(key: str, microbatch: int | None, plans: Sequence[tuple[Plan, 
     return Trials(key, microbatch, tuple(Candidate(plan.to_dict(), seconds) for plan, seconds in plans))
 
 
-def read(run_dir: Path) -> Trials | None:
-    """What is kept of a run's trials; None where nothing is, or it cannot be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return Trials.from_wire(json.loads((run_dir / FILE).read_text(encoding="utf-8")))
-    return None
+def read(run_dir: Path, key: str | None = None) -> Trials | None:
+    """What is kept of a run's trials: the last ones, or those of `key`. None where there are none, or they cannot be
+    read."""
+    return next((each for each in _all(run_dir) if key in (None, each.key)), None)
 
 
 def write(run_dir: Path, trials: Trials) -> None:
-    """Keeps them. Raises OSError where they cannot be written."""
+    """Keeps them, and those of other keys beside them. Raises OSError where they cannot be written."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    replace_text(run_dir / FILE, json.dumps(trials.to_wire(), indent=1))
+    others = [each.to_wire() for each in _all(run_dir) if each.key != trials.key]
+    replace_text(run_dir / FILE, json.dumps({**trials.to_wire(), "others": others[: KEPT - 1]}, indent=1))
+
+
+def _all(run_dir: Path) -> list[Trials]:
+    """All trials that are kept, the last ones first."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        said = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        return [Trials.from_wire(each) for each in (said, *said.get("others", ()))]
+    return []
