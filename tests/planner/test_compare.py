@@ -209,6 +209,17 @@ def test_of_an_elastic_run_the_last_generation_counts(run_dir: Path, capsys: Any
     assert shown(run_dir, capsys)[0]["steps"] == 2
 
 
+def test_what_is_learned_is_of_the_ranks_that_a_host_had(run_dir: Path, capsys: Any) -> None:
+    """Not of run.nproc, which is the first node's: one that joined, and is left alone, has another number."""
+    resolved = run_dir / "resolved.toml"
+    resolved.write_text(resolved.read_text().replace("dp = 1", "dp = 2"))
+    for more, on_host in (({"on_host": 2}, 2), ({}, 1)):
+        write(run_dir, HOST, **{**more, "world": 2})
+        shown(run_dir, capsys)
+        kept = learned(CPU, torch.float32, 2, on_host, [HOST])
+        assert kept is not None and (learned(CPU, torch.float32, 2, 1, [HOST]) is None) == (on_host == 2)
+
+
 def test_of_an_elastic_run_that_went_back_the_last_generation_counts(run_dir: Path, capsys: Any) -> None:
     of = {"kind": "membership", "nodes": 1, "lost": 0, "why": "", "events": [], "world": 1}
     append(run_dir, {**of, "step": 0, "generation": 1}, {**of, "step": 20, "generation": 2})

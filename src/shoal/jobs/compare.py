@@ -155,7 +155,8 @@ def _cluster(settled: Settled, records: RunRecords, sampled: Sequence[TermsRecor
     if name is not None and name not in run.device:
         raise UserError(f"the run was on {run.device}, this machine has {name}: compare it where it ran")
     hosts = sampled[-1].hosts if sampled else ()
-    return cluster_of_ranks(settled, Sizes(run.world, settled.job.run.nproc or run.world), hosts=hosts)
+    on_host = run.on_host or settled.job.run.nproc or run.world  # a node that joins has a number of its own
+    return cluster_of_ranks(settled, Sizes(run.world, on_host), hosts=hosts)
 
 
 def _terms(

@@ -41,7 +41,7 @@ class RunRecord:
     config: {"value": ..., "origin": "default" | "file" | "cli" | "planner"} by dotted key.
     total: number of steps of the whole run; None where it is not known.
     time: Unix time at which the attempt began.
-    threads: of a rank.
+    threads: of a rank. on_host: number of ranks on the host of rank 0.
     """
 
     host: str
@@ -54,6 +54,7 @@ class RunRecord:
     total: int | None = None
     time: float | None = None
     threads: int | None = None
+    on_host: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
