@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,14 +10,16 @@ import torch
 from torch import nn
 
 from shoal import Plan
-from shoal.models import build
+from shoal.models import build, causal_lm, from_config
 from shoal.planner.computing import CROWDED, ON_CORES, Times, seconds_again
 from shoal.planner.degrees import Spread
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import WAYS, Cut, profile
+from shoal.planner.search import Search
+from shoal.planner.task import Choice, Numbers, Task
 from shoal.planner.trace import trace
 from shoal.precision import precision
-from tests.planner.models import part, task
+from tests.planner.models import cluster, part, task
 
 pytestmark = pytest.mark.fast
 GPT = {"name": "gpt", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 64, "sequence": 8}
@@ -113,3 +116,45 @@ def test_heads_that_two_ranks_cannot_share_are_traced_among_those_that_are_pinne
     (*_, block) = (each for each in found.parts if each.is_block)
     assert found.refused["parts"] == "" and block.messages
     assert block.products.on(Spread(parts=3)) == pytest.approx(block.products.value / 3)
+
+
+class Beside(nn.Module):
+    """A parameter that is in none of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.token = nn.Parameter(torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.token
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_parameters_beside_all_parts_are_of_the_first() -> None:
+    def loss(model: nn.Module, mb: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return model(mb["x"]).square().sum(), len(mb["x"])
+
+    found = profile(Subject(Beside, loss, {"x": torch.zeros(8)}, 1, precision("fp32")), {})
+    assert [part.weights.value for part in found.parts] == [72, 64] and found.parameters == 136
+    assert [part.trained.value for part in found.parts] == [72, 64]
+
+
+def test_frozen_experts_have_no_gradients() -> None:
+    """Of a model with adapters they were counted as if they were trained."""
+    peft = pytest.importorskip("peft")
+    config = {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4}
+
+    def adapted() -> nn.Module:
+        return peft.get_peft_model(from_config(config)(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    row = {key: torch.zeros(16, dtype=torch.int64) for key in ("input_ids", "labels")}
+    found = profile(Subject(adapted, causal_lm, row, 1, precision("fp32")), {"experts": (2,)})
+    assert found.refused["experts"] == "" and sum(part.trained.value for part in found.parts) == 2 * 2 * 32
+    numbers = Numbers(torch.bfloat16, 2, 4, 4, 8)
+    asked = Search(Task(found, cluster(1, 2), 8, numbers, legal={"experts": 4}))
+    estimate = asked.estimate(Choice(Spread(copies=2, experts=2), 4))
+    assert estimate.memory["gradients"] == 4 * 2 * 2 * 32

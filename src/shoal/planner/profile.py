@@ -58,11 +58,12 @@ class Message:
 @dataclass(frozen=True)
 class PartProfile:
     """One part of a model. Quantities of one row, but `weights`, `trained`, `experts` and `largest` (elements of
-    parameters, of stacked experts, of the largest parameter), `calls` and `packed`, which do not depend on the rows.
-    `boundary`: bytes of its inputs; `operands`: bytes that products and attention read and write; `spared`: the share
-    of products that backward does not need again, as they come after the last tensor that it asks for; `multiplied`,
-    `tensors`: number of products and of parameters that are trained, which depend on no degree; `fused`, `kernels`:
-    `touched` and `calls` where the part is compiled (see fusion); `packed`: tensors that it keeps for backward."""
+    parameters, of stacked experts that are trained, of the largest parameter), `calls` and `packed`, which do not
+    depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes that products and attention read and write;
+    `spared`: the share of products that backward does not need again, as they come after the last tensor that it asks
+    for; `multiplied`, `tensors`: number of products and of parameters that are trained, which depend on no degree;
+    `fused`, `kernels`: `touched` and `calls` where the part is compiled (see fusion); `packed`: tensors that it keeps
+    for backward."""
 
     name: str
     is_block: bool
@@ -164,8 +165,6 @@ def _divided(what: str, ranks: int, base: Subject, alone: Trace) -> Divided:
     found = trace(replace(base, plan=traced_as(what, ranks, base.plan.placements)))
     if [each.name for each in found.parts] != [each.name for each in alone.parts]:
         raise UserError("its parts are others then")
-    if what == "experts" and not any(found.experts):
-        raise UserError("the model has no experts")
     return Divided(what, found, ranks)
 
 

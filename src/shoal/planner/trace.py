@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.chunks import Gather
@@ -78,11 +78,11 @@ class Seen:
 @dataclass(frozen=True)
 class Trace:
     """A microbatch of a model: its parts in order, and what lives beside what backward keeps. `weights`: elements of
-    each part's parameters on this rank, `trained` those that have gradients, `experts` those of stacked experts,
-    `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements that parts
-    share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of the whole
-    model, where tied ones count once; `statistics`: numbers of BatchNorm's running statistics; `positions`: tables of
-    learned positions."""
+    each part's parameters on this rank, `trained` those that have gradients, `experts` those of them in stacked
+    experts, `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements
+    that parts share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of
+    the whole model, where tied ones count once; `statistics`: numbers of BatchNorm's running statistics; `positions`:
+    tables of learned positions."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -124,7 +124,7 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     sizes = {name: parameter.nbytes for name, parameter in ready.local.module.named_parameters()}
     shared = _shared(ready, units)
     tied, tied_trained = (sum(each) for each in zip((0, 0), *shared.values(), strict=True))
-    numbers = [_elements(ready, unit) for unit in units]
+    numbers = [_elements(ready, own) for own in _parameters(ready.local.module, units)]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
     own = weights, trained, experts, largest, tensors, lives(events, sizes, shared.keys())
     statistics = RunningStatistics(ready.local.module).numel
@@ -142,17 +142,25 @@ def _shared(ready: Prepared, units: Sequence[Unit]) -> dict[str, tuple[int, int]
     return found
 
 
-def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int, int, int]:
-    """Elements of a part's parameters: all, trained, of stacked experts, and of the largest; and the number of those
-    trained."""
+def _parameters(module: nn.Module, units: Sequence[Unit]) -> list[list[Tensor]]:
+    """The parameters of each part; the first has those that are in none, as a token of classes beside the layers is."""
+    found = [{id(each): each for each in unit.module.parameters()} for unit in units]
+    for number, each in {id(each): each for each in module.parameters()}.items():
+        if found and all(number not in own for own in found):
+            found[0][number] = each
+    return [list(own.values()) for own in found]
+
+
+def _elements(ready: Prepared, own: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
+    """Elements of a part's `own` parameters: all, trained, of stacked experts that are trained, and of the largest; and
+    the number of those trained."""
     known = {id(parameter): name for name, parameter in ready.local.module.named_parameters()}
     keys = {name: key for name, _, key in ready.parameters}
-    own = {id(each): each for each in unit.module.parameters()}
-    found = [(each.numel(), keys[known[number]]) for number, each in own.items() if number in known]
+    found = [(each.numel(), keys[known[id(each)]]) for each in own if id(each) in known]
     return (
         sum(size for size, _ in found),
         sum(size for size, key in found if key.trainable),
-        sum(size for size, key in found if key.group == EXPERTS),
+        sum(size for size, key in found if key.group == EXPERTS and key.trainable),
         max((size for size, _ in found), default=0),
         sum(key.trainable for _, key in found),
     )
