@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import ways
 from shoal.planner.probe import Ran, probe, run_together
-from shoal.planner.profile import profile
+from shoal.planner.profile import Profile, profile
 from shoal.planner.search import Search
 from shoal.planner.task import Estimate, Task
 from shoal.precision import precision
@@ -157,12 +157,16 @@ def _fixed(name: str) -> int | None:
 
 def task_of(name: str, cluster: Cluster, together: Sequence[Ran] = ()) -> Task:
     """What the planner is asked of a model. `together`: what `ran` returned."""
-    tiny, subject = MODELS[name], subject_of(name)
-    traced = profile(subject, ways(tiny.pins, cluster.size))
+    tiny, subject, traced = MODELS[name], subject_of(name), _traced(name)
     legal = legal_degrees(build(tiny.table).values, traced, SEQUENCE, cluster.per_host)
     numbers = numbers_of(subject.precision, ADAMW)
     task = Task(traced, cluster, tiny.rows, numbers, _fixed(name), None, tiny.pins, legal)
     return probe(subject, task, together=together)
+
+
+@cache
+def _traced(name: str) -> Profile:
+    return profile(subject_of(name), ways(MODELS[name].pins, RANKS))
 
 
 def every(name: str, task: Task) -> Iterator[Estimate]:

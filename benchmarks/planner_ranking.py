@@ -1,14 +1,16 @@
 """Question `planner_ranking`: are the plans that the planner ranks first those that are fast?
 
-    python -m benchmarks.planner_ranking [--models gpt,mixtral,resnet] [--links here,slow] [--plans 40] [--rounds 3]
+    python -m benchmarks.planner_ranking [--models gpt,mixtral,resnet] [--links here,slow] [--plans 40] [--rounds 5]
         [--steps 4] [--seconds 840] [--quick]
 
 A tiny GPT, a tiny Mixtral and a ResNet, each under the plans that the planner's own space has for 4 ranks of this host
 (`--plans`: so many of them, at even distances in the order of the space, with the planner's first choice among them;
-0 for all), with the ranks' own link and behind an emulated slow one. Plans run in turn, round after round; a plan's
-figure is the median over its rounds of the median step. Each set is also judged under a budget of memory, by the plans
-that fit half of what the largest one needs. `--seconds` is divided among the sets: rounds that do not fit are left out,
-but for two.
+0 for all), with the ranks' own link and behind an emulated slow one. Plans run in turn, round after round. Before each
+round the ranks measure anew what the planner goes by (rates, links, the model itself), since a machine that is shared
+takes twice as long in one minute as in the next; a plan that comes first by that and was not among them joins. A plan's
+figures are medians over its rounds: of the median step, of what is predicted, and of the share that this is off by.
+Each set is also judged under a budget of memory, by the plans that fit half of what the largest one needs. `--seconds`
+is divided among the sets: rounds that do not fit are left out, but for two.
 
 A set that was run replaces that of the record, results/planner_ranking.json; the others stay, so it may be run in
 pieces. Two predictions are judged: that of the measured rates, and that after one comparison, in which the plain
@@ -22,7 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -63,67 +65,86 @@ def thinned(found: Sequence[Estimate], number: int) -> list[Estimate]:
     return [found[place] for place in places]
 
 
-def measured(
-    group: ProcessGroup, name: str, chosen: Sequence[Estimate], rounds: int, steps: int, seconds: float
-) -> dict[str, Any]:
-    """Runs each plan in turn; milliseconds by plan and round, and why a plan did not run."""
-    samples: list[list[float]] = [[] for _ in chosen]
-    refused: dict[int, str] = {}
-    began = time.monotonic()
-    for number in range(rounds):
-        if number >= 2 and (time.monotonic() - began) * (number + 1) / number > seconds:
-            break
-        for place, each in enumerate(chosen):
-            if place in refused:
-                continue
-            plan, rows = each.choice.plan(MODELS[name].pins).to_dict(), each.choice.microbatch
-            answers = group.call(partial(run, name, plan, rows, steps))
-            if isinstance(answers[0], str):
-                refused[place] = answers[0]
-                continue
-            samples[place].append(statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True)))
-    return {"samples": samples, "refused": refused}
+@dataclass
+class Judged:
+    """A plan that is run. `samples`: milliseconds of a step by round; `predicted`, `learnt`: those that were predicted
+    in the same rounds, from measured rates and after a comparison; `refused`: why it does not run."""
 
+    estimate: Estimate
+    samples: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    learnt: list[float] = field(default_factory=list)
+    refused: str = ""
 
-def rows_of(chosen: Sequence[Estimate], found: dict[str, Any], learnt: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each plan that ran."""
-    return [
-        {
-            "plan": each.choice.plan({}).to_dict(),
-            "microbatch": each.choice.microbatch,
-            "predicted_ms": 1e3 * each.seconds,
-            "learnt_ms": 1e3 * again,
-            "terms_ms": {what: 1e3 * value for what, value in each.terms.items() if value},
-            "mib": each.bytes / 2**20,
-            "measured_ms": statistics.median(taken),
-            "samples_ms": taken,
+    def row(self) -> dict[str, Any]:
+        """What is recorded of it."""
+        by = {"predicted": self.predicted, "learnt": self.learnt}
+        off = (
+            (f"{name}_off", [each / taken - 1 for each, taken in zip(of, self.samples, strict=True)])
+            for name, of in by.items()
+        )
+        return {
+            "plan": self.estimate.choice.plan({}).to_dict(),
+            "microbatch": self.estimate.choice.microbatch,
+            **{f"{name}_ms": statistics.median(of) for name, of in by.items()},
+            **{name: statistics.median(each) for name, each in off},
+            "terms_ms": {what: 1e3 * value for what, value in self.estimate.terms.items() if value},
+            "mib": self.estimate.bytes / 2**20,
+            "measured_ms": statistics.median(self.samples),
+            "samples_ms": self.samples,
         }
-        for each, again, taken in zip(chosen, learnt, found["samples"], strict=True)
-        if taken
-    ]
 
 
-def judged(rows: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
-    """How a prediction ranks the plans of `rows`; `spread`: the median over plans of what their rounds differ by."""
-    predicted, taken = [row[key] for row in rows], [row["measured_ms"] for row in rows]
+def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], plans: int, steps: int) -> tuple[str, float]:
+    """Measures what the planner goes by, and runs each plan once: those of the first round, and what comes first by
+    now. Returns what the links reach, and how many times longer computing takes than measured."""
+    groups: Reaches = group.call(reaches)[0]
+    task = task_of(
+        name, here(RANKS, RANKS, torch.float32, groups=groups, fresh=True), group.call(partial(ran, name))[0]
+    )
+    found = {_key(each): each for each in every(name, task)}
+    first = min(found, key=lambda key: found[key].seconds)
+    for key in [first] if known else [_key(each) for each in thinned(list(found.values()), plans)]:
+        known.setdefault(key, Judged(found[key]))
+    ran_now = {key: each for key, each in known.items() if not each.refused and key in found}
+    for key, each in ran_now.items():
+        choice = found[key].choice
+        answers = group.call(partial(run, name, choice.plan(MODELS[name].pins).to_dict(), choice.microbatch, steps))
+        if isinstance(answers[0], str):
+            each.refused = answers[0]
+            continue
+        each.samples.append(statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True)))
+        each.predicted.append(1e3 * found[key].seconds)
+    ran_now = {key: each for key, each in ran_now.items() if not each.refused}
+    factor = learning([(found[key], each.samples[-1]) for key, each in ran_now.items()])
+    again = {_key(each): each for each in every(name, replace(task, cluster=slower(task.cluster, factor)))}
+    for key, each in ran_now.items():
+        each.learnt.append(1e3 * again.get(key, found[key]).seconds)
+    return str(groups), factor
+
+
+def judged(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+    """How a prediction ranks the plans of `rows`; `error`: by how much the step of the chosen is off; `spread`: the
+    median over plans of what their rounds differ by."""
+    predicted, taken = [row[f"{name}_ms"] for row in rows], [row["measured_ms"] for row in rows]
     first = min(range(len(rows)), key=predicted.__getitem__)
     spreads = [max(row["samples_ms"]) / min(row["samples_ms"]) - 1 for row in rows]
     return {
         "plans": len(rows),
         "spearman": spearman(predicted, taken),
         "regret": taken[first] / min(taken) - 1,
-        "error": predicted[first] / taken[first] - 1,
+        "error": rows[first][f"{name}_off"],
         "spread": statistics.median(spreads),
     }
 
 
-def learning(cluster: Cluster, rows: Sequence[dict[str, Any]]) -> float:
-    """How many times longer computing takes than measured, by the plain data-parallel plan; 1 where none ran."""
-    for row in rows:
-        if set(row["plan"]) <= {"dp"}:
-            computing = sum(row["terms_ms"].get(what, 0.0) for what in ("compute", "optimizer"))
-            rest = row["predicted_ms"] - computing
-            return max(0.1, (row["measured_ms"] - rest) / computing)
+def learning(ran: Sequence[tuple[Estimate, float]]) -> float:
+    """How many times longer computing takes than measured, by the plain data-parallel plan; 1 where none ran. `ran`:
+    plans with the milliseconds of their steps."""
+    for each, taken in ran:
+        if set(each.choice.plan({}).to_dict()) <= {"dp"}:
+            computing = sum(each.terms.get(what, 0.0) for what in ("compute", "optimizer"))
+            return max(0.1, (taken / 1e3 - (each.seconds - computing)) / computing)
     return 1.0
 
 
@@ -142,29 +163,27 @@ def one_set(
     name: str, link_name: str, group: ProcessGroup, seconds: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """All of one model behind one kind of link."""
-    measured_groups: Reaches = group.call(reaches)[0]
-    cluster = here(RANKS, RANKS, torch.float32, groups=measured_groups)
-    task = task_of(name, cluster, group.call(partial(ran, name))[0])
-    found = list(every(name, task))
-    chosen = thinned(found, arguments.plans)
-    taken = measured(group, name, chosen, arguments.rounds, arguments.steps, seconds)
-    rows = rows_of(chosen, taken, [each.seconds for each in chosen])
-    factor = learning(cluster, rows)
-    again = {_key(each): each.seconds for each in every(name, replace(task, cluster=slower(cluster, factor)))}
-    rows = rows_of(chosen, taken, [again[_key(each)] for each in chosen])
+    known: dict[Choice, Judged] = {}
+    carriers, factors, began = [], [], time.monotonic()
+    for number in range(arguments.rounds):
+        if number >= 2 and (time.monotonic() - began) * (number + 1) / number > seconds:
+            break
+        carrier, factor = one_round(name, group, known, arguments.plans, arguments.steps)
+        carriers.append(carrier)
+        factors.append(factor)
+    rows = [each.row() for each in known.values() if not each.refused]
     largest = max(row["mib"] for row in rows)
     return {
         "model": name,
         "link": link_name,
-        "space": len(found),
-        "carrier": str(measured_groups),
-        "slower": factor,
-        "refused": {spoken(chosen[place].choice.plan({}).to_dict()): why for place, why in taken["refused"].items()},
+        "carrier": carriers[0],
+        "slower": statistics.median(factors),
+        "refused": {spoken(key.plan({}).to_dict()): each.refused for key, each in known.items() if each.refused},
         "judged": {
-            key + budget: judged(within, key)
+            f"{key}{budget}": judged(within, key)
             for budget, share in BUDGETS.items()
             for within in [[row for row in rows if row["mib"] <= share * largest]]
-            for key in ("predicted_ms", "learnt_ms")
+            for key in ("predicted", "learnt")
             if within
         },
         "rows": rows,
@@ -192,11 +211,11 @@ def targets() -> list[Target]:
 
 
 def figures(sets: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What the targets judge: the prediction after one comparison."""
+    """What the targets judge: the prediction from measured rates."""
     found = {}
     for each in sets:
         for budget in BUDGETS:
-            key, of = f"{each['model']} {each['link']}{budget}", each["judged"].get(f"learnt_ms{budget}")
+            key, of = f"{each['model']} {each['link']}{budget}", each["judged"].get(f"predicted{budget}")
             if of is None:  # no plan that ran fits that
                 continue
             found[f"{key} spearman"], found[f"{key} regret"] = of["spearman"], 1 + of["regret"]
@@ -232,7 +251,7 @@ def main() -> None:
     parser.add_argument("--models", type=harness.several(list(MODELS)), default=list(MODELS))
     parser.add_argument("--links", type=harness.several(list(LINKS)), default=list(LINKS))
     parser.add_argument("--plans", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=840.0)
     arguments = harness.parse(parser, "4 plans, 2 rounds of 2 steps", plans=4, rounds=2, steps=2)
