@@ -1,16 +1,17 @@
 """Question `planner_ranking`: are the plans that the planner ranks first those that are fast?
 
     python -m benchmarks.planner_ranking [--models gpt,mixtral,resnet] [--links here,slow] [--plans 40] [--rounds 5]
-        [--steps 4] [--seconds 840] [--quick]
+        [--pairs 8] [--steps 4] [--seconds 840] [--quick]
 
 A tiny GPT, a tiny Mixtral and a ResNet, each under the plans that the planner's own space has for 4 ranks of this host
 (`--plans`: so many of them, at even distances in the order of the space, with the planner's first choice among them;
 0 for all), with the ranks' own link and behind an emulated slow one. Plans run in turn, round after round. Before each
 round the ranks measure anew what the planner goes by (rates, links, the model itself), since a machine that is shared
 takes twice as long in one minute as in the next; a plan that comes first by that and was not among them joins. A plan's
-figures are medians over its rounds: of the median step, of what is predicted, and of the share that this is off by.
-Each set is also judged under a budget of memory, by the plans that fit half of what the largest one needs. `--seconds`
-is divided among the sets: rounds that do not fit are left out, but for two.
+figures are medians over its rounds: of the median step, and of what is predicted. Each set is also judged under a
+budget of memory, by the plans that fit half of what the largest one needs. By how much the step of the chosen is off is
+the median over `--pairs` pairs of a measurement of what the planner goes by and a turn of that plan. `--seconds` is
+divided among the sets: rounds that do not fit are left out, but for two.
 
 A set that was run replaces that of the record, results/planner_ranking.json; the others stay, so it may be run in
 pieces. Two predictions are judged: that of the measured rates, and that after one comparison, in which the plain
@@ -39,7 +40,8 @@ from benchmarks.targets import Target, judge, print_targets
 from shoal.comm import Reaches
 from shoal.planner.cluster import Cluster
 from shoal.planner.measure import here
-from shoal.planner.task import Choice, Estimate, spoken
+from shoal.planner.search import Search
+from shoal.planner.task import Choice, Estimate, Task, spoken
 
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
@@ -95,13 +97,23 @@ class Judged:
         }
 
 
+def asked(name: str, group: ProcessGroup, fresh: bool = False) -> tuple[Task, str]:
+    """What the planner is asked, as the machine is now, and what its links reach. `fresh`: rates, too, are measured
+    anew."""
+    groups: Reaches = group.call(reaches)[0]
+    cluster = here(RANKS, RANKS, torch.float32, groups=groups, fresh=fresh)
+    return task_of(name, cluster, group.call(partial(ran, name))[0]), str(groups)
+
+
+def step_of(answers: Sequence[Sequence[float]]) -> float:
+    """Milliseconds of the median step of a turn, the mean over ranks."""
+    return statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True))
+
+
 def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], plans: int, steps: int) -> tuple[str, float]:
     """Measures what the planner goes by, and runs each plan once: those of the first round, and what comes first by
     now. Returns what the links reach, and how many times longer computing takes than measured."""
-    groups: Reaches = group.call(reaches)[0]
-    task = task_of(
-        name, here(RANKS, RANKS, torch.float32, groups=groups, fresh=True), group.call(partial(ran, name))[0]
-    )
+    task, carrier = asked(name, group, fresh=True)
     found = {_key(each): each for each in every(name, task)}
     first = min(found, key=lambda key: found[key].seconds)
     for key in [first] if known else [_key(each) for each in thinned(list(found.values()), plans)]:
@@ -113,19 +125,30 @@ def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], plans
         if isinstance(answers[0], str):
             each.refused = answers[0]
             continue
-        each.samples.append(statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True)))
+        each.samples.append(step_of(answers))
         each.predicted.append(1e3 * found[key].seconds)
     ran_now = {key: each for key, each in ran_now.items() if not each.refused}
     factor = learning([(found[key], each.samples[-1]) for key, each in ran_now.items()])
     again = {_key(each): each for each in every(name, replace(task, cluster=slower(task.cluster, factor)))}
     for key, each in ran_now.items():
         each.learnt.append(1e3 * again.get(key, found[key]).seconds)
-    return str(groups), factor
+    return carrier, factor
+
+
+def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps: int) -> list[float]:
+    """By which share of it the step of a plan is off what is predicted right before it, one after the other."""
+    off = []
+    for _ in range(pairs):
+        search = Search(replace(asked(name, group)[0], recompute=(choice.recompute,)))
+        found = search.simulated(search.estimate(choice))
+        plan = found.choice.plan(MODELS[name].pins).to_dict()
+        off.append(1e3 * found.seconds / step_of(group.call(partial(run, name, plan, choice.microbatch, steps))) - 1)
+    return off
 
 
 def judged(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
-    """How a prediction ranks the plans of `rows`; `error`: by how much the step of the chosen is off; `spread`: the
-    median over plans of what their rounds differ by."""
+    """How a prediction ranks the plans of `rows`; `error`: by how much the step of the chosen is off in the same
+    rounds; `spread`: the median over plans of what their rounds differ by."""
     predicted, taken = [row[f"{name}_ms"] for row in rows], [row["measured_ms"] for row in rows]
     first = min(range(len(rows)), key=predicted.__getitem__)
     spreads = [max(row["samples_ms"]) / min(row["samples_ms"]) - 1 for row in rows]
@@ -152,8 +175,7 @@ def slower(cluster: Cluster, factor: float) -> Cluster:
     """The cluster whose devices compute so many times slower."""
     hosts = []
     for host in cluster.hosts:
-        device = host.device
-        flops = {name: rate / factor for name, rate in device.flops.items()}
+        device, flops = host.device, {name: rate / factor for name, rate in host.device.flops.items()}
         device = replace(device, flops=flops, bandwidth=device.bandwidth / factor, launch=device.launch * factor)
         hosts.append(replace(host, device=device))
     return replace(cluster, hosts=tuple(hosts))
@@ -171,22 +193,25 @@ def one_set(
         carrier, factor = one_round(name, group, known, arguments.plans, arguments.steps)
         carriers.append(carrier)
         factors.append(factor)
-    rows = [each.row() for each in known.values() if not each.refused]
-    largest = max(row["mib"] for row in rows)
+    ran_now = {key: each.row() for key, each in known.items() if each.samples}
+    largest, chosen = max(row["mib"] for row in ran_now.values()), dict[str, dict[str, Any]]()
+    for budget, share in BUDGETS.items():
+        within = {key: row for key, row in ran_now.items() if row["mib"] <= share * largest}
+        if not within:
+            continue
+        rows = list(within.values())
+        chosen |= {f"{of}{budget}": judged(rows, of) for of in ("predicted", "learnt")}
+        first = min(within, key=lambda key: within[key]["predicted_ms"])
+        off = steps_off(name, group, first, arguments.pairs, arguments.steps)
+        chosen[f"predicted{budget}"] |= {"error": statistics.median(off), "errors": off}
     return {
         "model": name,
         "link": link_name,
         "carrier": carriers[0],
         "slower": statistics.median(factors),
         "refused": {spoken(key.plan({}).to_dict()): each.refused for key, each in known.items() if each.refused},
-        "judged": {
-            f"{key}{budget}": judged(within, key)
-            for budget, share in BUDGETS.items()
-            for within in [[row for row in rows if row["mib"] <= share * largest]]
-            for key in ("predicted", "learnt")
-            if within
-        },
-        "rows": rows,
+        "judged": chosen,
+        "rows": list(ran_now.values()),
     }
 
 
@@ -253,8 +278,9 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=840.0)
-    arguments = harness.parse(parser, "4 plans, 2 rounds of 2 steps", plans=4, rounds=2, steps=2)
+    arguments = harness.parse(parser, "4 plans, 2 rounds and pairs of 2 steps", plans=4, rounds=2, pairs=2, steps=2)
     sets = []
     seconds = arguments.seconds / (len(arguments.models) * len(arguments.links))
     for link_name in arguments.links:

@@ -93,6 +93,9 @@ Mixtral and a ResNet."""
 STEP, MICROBATCH = 170, 100
 """Launches that Python takes of a host's cores in a step of the engine, and in each of its microbatches, beside a plain
 loop. Measured, on the same models."""
+MESSAGE = 42
+"""And in sending or receiving what goes from one stage to the next: most of it on another thread, which is woken and
+waits. Measured, on an interleaved GPT."""
 MOST_CHUNKS = 24
 """Chunks of a rank's gradients that are counted at most: of more, calls take little beside what they carry."""
 
@@ -179,4 +182,6 @@ def agreed(prices: Prices, choice: Choice, number: int) -> float:
     ties = prices.task.profile.tied.value > 0
     for what, ranks, calls in (("parts", spread.parts, 1), ("stages", spread.stages, 2 + ties)):
         seconds += cluster.link(spread.stride(what), ranks).seconds("all_reduce", 0.0, ranks, calls)
-    return seconds + device.on_host * (STEP + number * choice.chunks * MICROBATCH) * launching(device)
+    ends = 4 * (spread.stages * choice.chunks - 1) / spread.stages  # of messages of a microbatch, both ways
+    of_a_microbatch = choice.chunks * MICROBATCH + ends * MESSAGE
+    return seconds + device.on_host * (STEP + number * of_a_microbatch) * launching(device)
