@@ -28,7 +28,7 @@ tensor is tried."""
 WIDTH = 256
 """Rows and columns of the products beside which ranks communicate."""
 BESIDE = 0.05
-"""Seconds of products beside which ranks communicate, about."""
+"""Seconds of products beside which ranks communicate for half as long, about."""
 BETWEEN, TURNS, PAIRS = 3e-3, 8, 5
 """Seconds of products between short calls, about, the number of calls, and how often these are timed with and without
 them, in turn: ranks that share cores take a tenth longer or shorter from one time to the next."""
@@ -248,37 +248,31 @@ def _slowest(group: Group, seconds: float) -> float:
 
 
 def _contention(world: World) -> float:
-    """What computing loses to each second of all-reduces that a lane makes beside it, on the slowest rank, 0 to 1."""
+    """What computing loses to each second of all-reduces that a lane makes beside it, 0 to 1: by how much later all
+    ranks are done than without them."""
     group, device = world.everyone, world.device
     if group.size == 1:
         return 0.0
     lane, tensor, compute = world.lane(), torch.zeros(SIZES[-1] // 4, device=device), _computing(device)
 
-    def products(number: int) -> float:
-        synchronize(device)
+    def turn(products: int, calls: int) -> float:
+        def reduces() -> None:
+            for _ in range(calls):
+                group.all_reduce(tensor, purpose="measure")
+
+        group.barrier()
         began = time.perf_counter()
-        compute(number)
+        ticket = lane.submit(reduces, "measure") if calls else None
+        compute(products)
+        if ticket is not None:
+            ticket.wait("measure")
         synchronize(device)
-        return time.perf_counter() - began
+        return _slowest(group, time.perf_counter() - began)
 
-    def reduces(number: int) -> None:
-        for _ in range(number):
-            group.all_reduce(tensor, purpose="measure")
-
-    products(2)
-    many = max(8, int(BESIDE / max(_slowest(group, products(8)) / 8, 1e-6)))
-    group.barrier()
-    alone = products(many)
-    group.barrier()
-    began = time.perf_counter()
-    reduces(2)
-    synchronize(device)
-    each = _slowest(group, (time.perf_counter() - began) / 2)
-    calls = max(1, int(BESIDE / each))
-    group.barrier()
-    ticket = lane.submit(lambda: reduces(calls), "measure")
-    beside = products(many)
-    ticket.wait("measure")
+    turn(2, 1)
+    each = statistics.median(turn(0, 1) for _ in range(PAIRS))
+    calls = max(1, int(BESIDE / 2 / each))
+    products = max(8, int(max(BESIDE, 2 * calls * each) / max(turn(8, 0) / 8, 1e-6)))
+    lost = statistics.median(turn(products, calls) - turn(products, 0) for _ in range(PAIRS))
     lane.close()
-    lost = (beside - alone) / max(min(calls * each, beside), 1e-9)
-    return _slowest(group, min(1.0, max(0.0, lost)))
+    return min(1.0, max(0.0, lost / (calls * each)))
