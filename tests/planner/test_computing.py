@@ -8,9 +8,18 @@ import pytest
 
 from shoal.planner.computing import ADDED, BACKWARD, FORWARD, ON_ACCELERATOR, ON_CORES, seconds_again, seconds_of
 from shoal.planner.degrees import Spread
-from shoal.planner.exchanges import MICROBATCH, STEP, WATCHED, WATCHED_EACH
+from shoal.planner.exchanges import (
+    MESSAGE,
+    MICROBATCH,
+    STEP,
+    STEP_STATISTICS,
+    STEP_TENSOR,
+    WATCHED,
+    WATCHED_EACH,
+)
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Offload
+from shoal.planner.trace import Statistics
 from tests.planner.models import model, part, task
 
 
@@ -60,7 +69,7 @@ def test_on_an_accelerator_the_host_may_be_late_with_what_is_computed_again():
 
 def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_elsewhere():
     """Four blocks of ten operations on each of two stages, and an end of ten, for each of two microbatches."""
-    asked = task(model(8), rows=16, microbatch=2)
+    asked = task(replace(model(8), statistics=Statistics(3, 60)), rows=16, microbatch=2)
     host = asked.cluster.hosts[0]
     choice = Choice(Spread(stages=2, copies=4), 2, offload=Offload())
     terms = list[dict[str, float]]()
@@ -70,4 +79,7 @@ def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_else
         terms.append(Search(replace(asked, cluster=on)).estimate(choice).terms)
     watched = terms[1]["offload"] - terms[0]["offload"]
     assert watched == pytest.approx(2 * (WATCHED + 50 * WATCHED_EACH) * 1e-3, rel=0.1)
-    assert terms[1]["other"] - terms[0]["other"] == pytest.approx((STEP + 2 * MICROBATCH) * 1e-3)
+    engine = (
+        STEP + (STEP_TENSOR * Search(asked).prices.tensors + STEP_STATISTICS * 3) / 2 + 2 * (MICROBATCH + 2 * MESSAGE)
+    )
+    assert terms[1]["other"] - terms[0]["other"] == pytest.approx(engine * 1e-3)

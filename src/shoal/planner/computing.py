@@ -43,7 +43,7 @@ HALVED, HALVED_TENSOR = 1.5, 4
 """Launches that Python takes of a host's cores for a backward in halves (pipeline/split_backward): for each operation,
 to find where the ways to inputs and to weights part, and for each parameter, to begin there. Measured, of a GPT, a
 Llama, a Qwen 3 and a Mixtral of next to no width."""
-ON_CORES, ON_ACCELERATOR = Asked(2, 50, 9, 1), Asked(6, 0, 1.8, 1.4)
+ON_CORES, ON_ACCELERATOR = Asked(1.5, 50, 9, 1), Asked(6, 0, 1.8, 1.4)
 """Measured: on cores of a GPT, a Llama, a Qwen 3, a Mixtral and a ResNet; on an accelerator, each launch of which is
 longer, on one H200 of GPTs with 124M and 350M parameters."""
 CROWDED = 1.25

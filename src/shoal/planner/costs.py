@@ -99,6 +99,11 @@ class Prices:
         return grouped(self.task.profile.parts)
 
     @cached_property
+    def tensors(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(part.tensors for part in self.task.profile.parts)
+
+    @cached_property
     def side(self) -> float:
         """Side of a block's matrices, in elements, were they squares of one size; 1 where there are no blocks."""
         blocks = (part for part in self.task.profile.parts if part.is_block)

@@ -90,9 +90,10 @@ WATCHED, WATCHED_EACH, WATCHED_TENSOR, PAGED = 500, 1, 3, 1200
 for each operation, which saves something for backward, and for each parameter (chunks/gather, chunks/saved); and where
 the state lies on a disk, those of a step (optim/tiers/pager). Measured, on a GPT of 3M parameters and one of 0.4M, a
 Mixtral and a ResNet."""
-STEP, MICROBATCH = 170, 100
-"""Launches that Python takes of a host's cores in a step of the engine, and in each of its microbatches, beside a plain
-loop. Measured, on the same models."""
+STEP, STEP_TENSOR, STEP_STATISTICS, MICROBATCH = 60, 2.2, 10, 60
+"""Launches that Python takes of a host's cores in a step of the engine, for each parameter that is trained, and for
+each layer whose statistics of batches replicas merge; and in each of its microbatches, beside a plain loop and the
+hooks of parameters. Measured, on GPTs of next to no width and a ResNet."""
 MESSAGE = 42
 """And in sending or receiving what goes from one stage to the next: most of it on another thread, which is woken and
 waits. Measured, on an interleaved GPT."""
@@ -176,12 +177,14 @@ def agreed(prices: Prices, choice: Choice, number: int) -> float:
     spread, cluster, device = choice.spread, prices.task.cluster, prices.slowest
     replicas, statistics = spread.replicas, prices.task.profile.statistics
     among = cluster.link(spread.stride("copies") // spread.tokens, replicas)
-    seconds = among.seconds("all_reduce", 8.0 * statistics, replicas)
-    if statistics:  # replicas tell each other first how often they have updated them
+    seconds = among.seconds("all_reduce", 8.0 * statistics.numbers, replicas)
+    if statistics.layers:  # replicas tell each other first how often they have updated them
         seconds += among.seconds("all_gather", 0.0, replicas)
     ties = prices.task.profile.tied.value > 0
     for what, ranks, calls in (("parts", spread.parts, 1), ("stages", spread.stages, 2 + ties)):
         seconds += cluster.link(spread.stride(what), ranks).seconds("all_reduce", 0.0, ranks, calls)
     ends = 4 * (spread.stages * choice.chunks - 1) / spread.stages  # of messages of a microbatch, both ways
+    of_all = STEP_TENSOR * prices.tensors + STEP_STATISTICS * statistics.layers * (replicas > 1)
+    of_a_step = STEP + of_all / spread.stages
     of_a_microbatch = choice.chunks * MICROBATCH + ends * MESSAGE
-    return seconds + device.on_host * (STEP + number * of_a_microbatch) * launching(device)
+    return seconds + device.on_host * (of_a_step + number * of_a_microbatch) * launching(device)

@@ -26,6 +26,7 @@ from shoal.planner.positions import Positions
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import Cut, Message, PartProfile, Profile
 from shoal.planner.temporaries import Lives
+from shoal.planner.trace import Statistics
 
 MOST = 64
 """Profiles that are kept."""
@@ -98,7 +99,7 @@ def _read(written: Mapping[str, Any]) -> Profile:
     parts = [_part(each) for each in written["parts"]]
     order, lives = written["order"], Lives(*(Cut(**each) for each in written["lives"]))
     own = written["parameters"], written["refused"], written["buffers"]
-    counted = written["statistics"], Cut(**written["tied"]), Cut(**written["tied_trained"])
+    counted = Statistics(*written["statistics"]), Cut(**written["tied"]), Cut(**written["tied_trained"])
     rows = written["tokens"], tuple(Positions(*each) for each in written["positions"])
     return Profile(tuple(parts[at] for at in order), lives, *own, *counted, *rows)
 

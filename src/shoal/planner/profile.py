@@ -14,7 +14,7 @@ from shoal.planner.degrees import Spread, Ways, traced_as
 from shoal.planner.positions import Positions, tokens_of
 from shoal.planner.prepare import Subject
 from shoal.planner.temporaries import Lives
-from shoal.planner.trace import Seen, Trace, trace
+from shoal.planner.trace import Seen, Statistics, Trace, trace
 
 WAYS = ("parts", "tokens", "ring", "experts")
 NOT_ASKED = "not asked for"
@@ -102,7 +102,7 @@ class Profile:
     parameters: int
     refused: Mapping[str, str]
     buffers: Mapping[str, str] = field(default_factory=dict)
-    statistics: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
     tied: Cut = field(default_factory=lambda: Cut(0.0, {}))
     tied_trained: Cut = field(default_factory=lambda: Cut(0.0, {}))
     tokens: int = 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,14 +75,20 @@ class Seen:
     returned: dict[str, int]
 
 
+class Statistics(NamedTuple):
+    """Layers that have running statistics of batches (BatchNorm), and how many numbers these are."""
+
+    layers: int = 0
+    numbers: int = 0
+
+
 @dataclass(frozen=True)
 class Trace:
     """A microbatch of a model: its parts in order, and what lives beside what backward keeps. `weights`: elements of
     each part's parameters on this rank, `trained` those that have gradients, `experts` those of them in stacked
     experts, `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements
     that parts share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of
-    the whole model, where tied ones count once; `statistics`: numbers of BatchNorm's running statistics; `positions`:
-    tables of learned positions."""
+    the whole model, where tied ones count once; `statistics`: those of batches; `positions`: tables of learned positions."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -94,7 +100,7 @@ class Trace:
     tied: int
     tied_trained: int
     whole: int
-    statistics: int
+    statistics: Statistics
     positions: tuple[Positions, ...] = ()
 
 
@@ -127,7 +133,8 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     numbers = [_elements(ready, own) for own in _parameters(ready.local.module, units)]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
     own = weights, trained, experts, largest, tensors, lives(events, sizes, shared.keys())
-    statistics = RunningStatistics(ready.local.module).numel
+    running = RunningStatistics(ready.local.module)
+    statistics = Statistics(len(running), running.numel)
     ends = tied, tied_trained, ready.whole, statistics, positions_of(ready.local.module, units, subject.sample)
     return Trace(tuple(looker.found), *own, *ends)
 
