@@ -88,7 +88,8 @@ class Trace:
     each part's parameters on this rank, `trained` those that have gradients, `experts` those of them in stacked
     experts, `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements
     that parts share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of
-    the whole model, where tied ones count once; `statistics`: those of batches; `positions`: tables of learned positions."""
+    the whole model, where tied ones count once; `statistics`: those of batches; `positions`: tables of learned
+    positions."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
