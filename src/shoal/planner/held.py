@@ -124,9 +124,11 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tie
         roles["gradients on loan"] = min(at_once, most)
     lives = prices.task.profile.lives
     if last:
-        above, beside = rows * lives.above.on(spread), rows * lives.beside.on(spread)
+        above, beside, passing = (rows * each.on(spread) for each in lives)
     else:  # no loss, whose tensors are largest
-        above = beside = rows * min(lives.passing.on(spread), whole.largest)
+        above = beside = passing = rows * min(lives.passing.on(spread), whole.largest)
+    stays = choice.on_device  # nothing is hidden by what backward keeps elsewhere
+    above, beside = (stays * each + (1 - stays) * passing for each in (above, beside))
     at_work = 0.0
     if choice.offload or gathers:  # a block that is computed again is whole; without a tier a chunk is ahead
         at_work = whole.in_use + (0.0 if choice.offload else whole.tensor)

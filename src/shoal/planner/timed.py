@@ -85,15 +85,16 @@ class Timed:
         return under_way(choice.schedule, ranks, number, choice.chunks)[rank] if ranks > 1 else (1,)
 
     def _stands(self, choice: Choice, rank: int) -> dict[str, float]:
-        apart = choice.zero, choice.shard, choice.offload is not None
+        away = None if choice.offload is None else choice.offload.activations
+        apart = choice.zero, choice.shard, away
         return self._standing(choice.spread, choice.microbatch, choice.chunks, *apart, rank)
 
     @once
     def _standing(
-        self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, offloads: bool, rank: int
+        self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, away: float | None, rank: int
     ) -> dict[str, float]:
-        away = Offload() if offloads else None
-        choice = Choice(spread, rows, zero=zero, shard=shard, chunks=chunks, offload=away)
+        offload = None if away is None else Offload(activations=away)
+        choice = Choice(spread, rows, zero=zero, shard=shard, chunks=chunks, offload=offload)
         own = self._own(spread, spread.stages * chunks, rank)
         if own.waiting and (self._meets(choice) or spread.copies == 1):  # a backward lends to its stage's chunks alone
             own = replace(own, waiting=0.0)
