@@ -85,9 +85,13 @@ class Timed:
         return under_way(choice.schedule, ranks, number, choice.chunks)[rank] if ranks > 1 else (1,)
 
     def _stands(self, choice: Choice, rank: int) -> dict[str, float]:
-        away = None if choice.offload is None else choice.offload.activations
-        apart = choice.zero, choice.shard, away
-        return self._standing(choice.spread, choice.microbatch, choice.chunks, *apart, rank)
+        asked = choice.spread, choice.microbatch, choice.chunks, choice.zero, choice.shard
+        stays = choice.on_device
+        found = self._standing(*asked, None if choice.offload is None else 0.0, rank)
+        if stays == 1:
+            return found
+        key, alone = "temporaries", self._standing(*asked, 1.0, rank)  # in between no more than the line between them
+        return {**found, key: stays * found[key] + (1 - stays) * alone[key]}
 
     @once
     def _standing(
