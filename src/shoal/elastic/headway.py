@@ -49,4 +49,5 @@ def nearer(known: Ended | None, event: Ended) -> Ended:
 
 
 def said(event: Ended) -> str:
+    """Says whose ranks ended, and why."""
     return f"ranks of {event.name} ended: {event.message}"

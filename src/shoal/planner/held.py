@@ -105,8 +105,8 @@ def resting(prices: Prices, choice: Choice, own: Sizes, tied: Tied) -> dict[str,
 
 
 def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tied) -> dict[str, float]:
-    """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations. `last`: it
-    has the last stage."""
+    """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations, which
+    wait on it, all of them or none. `last`: it has the last stage."""
     spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
@@ -122,13 +122,11 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tie
         at_once = numbers.gradient * whole.waiting + loans * chunk
         most = numbers.gradient * (trained + experts) if gathers else math.inf  # else it is buffers that stay
         roles["gradients on loan"] = min(at_once, most)
-    lives = prices.task.profile.lives
-    if last:
-        above, beside, passing = (rows * each.on(spread) for each in lives)
-    else:  # no loss, whose tensors are largest
-        above = beside = passing = rows * min(lives.passing.on(spread), whole.largest)
-    stays = choice.on_device  # nothing is hidden by what backward keeps elsewhere
-    above, beside = (stays * each + (1 - stays) * passing for each in (above, beside))
+    above, beside, passing = (rows * each.on(spread) for each in prices.task.profile.lives)
+    if not last:  # no loss, whose tensors are largest
+        above = beside = min(passing, rows * whole.largest)
+    elif not choice.on_device:  # nothing is hidden by what backward keeps elsewhere
+        above = beside = passing
     at_work = 0.0
     if choice.offload or gathers:  # a block that is computed again is whole; without a tier a chunk is ahead
         at_work = whole.in_use + (0.0 if choice.offload else whole.tensor)

@@ -27,9 +27,11 @@ class Lives(NamedTuple, Generic[Number]):
 
 def lives(events: Sequence[Event], sizes: Mapping[str, int], shared: Set[str]) -> Lives[int]:
     """What `events` make. `sizes`: bytes of parameters; `shared`: those that several parts have."""
-    steps, kept = _gradients(events, sizes, shared), [*accumulate(_bytes(events, "saved"))]
-    live = [*accumulate(map(sub, _bytes(events, "live"), steps))]
+    kept = [*accumulate(_bytes(events, "saved"))]
     keeps = max(kept, default=0)
+    forward = kept.index(keeps) if kept else 0
+    steps = _gradients(events, sizes, shared, forward)
+    live = [*accumulate(map(sub, _bytes(events, "live"), steps))]
     while_any = (now for now, own in zip(live, accumulate(steps), strict=False) if own)
     return Lives(
         max(0, max(live, default=0) - keeps),
@@ -43,13 +45,12 @@ def _bytes(events: Sequence[Event], kind: str) -> list[int]:
     return [value if what == kind else 0 for what, value in events]  # type: ignore[misc]
 
 
-def _gradients(events: Sequence[Event], sizes: Mapping[str, int], shared: Set[str]) -> list[int]:
+def _gradients(events: Sequence[Event], sizes: Mapping[str, int], shared: Set[str], forward: int) -> list[int]:
     """How many bytes of gradients of parameters come or go at each event. A parameter's gradient is the last tensor of
-    its size before it has come; of those that are `shared` each use has one, and they are added up."""
+    its size before it has come; of those that are `shared` each use has one behind the `forward`, and they are added
+    up."""
     steps = [0] * (len(events) + 1)
     latest: dict[int, int] = {}
-    kept = [*accumulate(_bytes(events, "saved"))]
-    forward = max(range(len(kept)), key=kept.__getitem__, default=0)
     for place, (what, value) in enumerate(events):
         if what == "live":
             latest[value] = place  # type: ignore[index]

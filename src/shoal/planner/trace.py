@@ -129,9 +129,10 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     looker = _Looker(ready, units)
     events = run(ready, subject, looker.through)
     sizes = {name: parameter.nbytes for name, parameter in ready.local.module.named_parameters()}
-    shared = _shared(ready, units)
+    parts = _parameters(ready.local.module, units)
+    shared = _shared(ready.local.module, parts)
     tied, tied_trained = (sum(each) for each in zip((0, 0), *shared.values(), strict=True))
-    numbers = [_elements(ready, own) for own in _parameters(ready.local.module, units)]
+    numbers = [_elements(ready, own) for own in parts]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
     own = weights, trained, experts, largest, tensors, lives(events, sizes, shared.keys())
     running = RunningStatistics(ready.local.module)
@@ -140,11 +141,11 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     return Trace(tuple(looker.found), *own, *ends)
 
 
-def _shared(ready: Prepared, units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
-    """Of each parameter that several parts have its elements, all but once, and those that have gradients."""
-    often = Counter(place for unit in units for place in {id(each) for each in unit.module.parameters()})
+def _shared(module: nn.Module, parts: Sequence[Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
+    """Finds the parameters that several parts have: the elements of each, all but once, and those with gradients."""
+    often = Counter(id(each) for own in parts for each in own)
     found = {}
-    for name, each in ready.local.module.named_parameters():
+    for name, each in module.named_parameters():
         if (more := often[id(each)] - 1) > 0:
             found[name] = more * each.numel(), more * each.numel() * each.requires_grad
     return found
@@ -153,9 +154,9 @@ def _shared(ready: Prepared, units: Sequence[Unit]) -> dict[str, tuple[int, int]
 def _parameters(module: nn.Module, units: Sequence[Unit]) -> list[list[Tensor]]:
     """The parameters of each part; the first has those that are in none, as a token of classes beside the layers is."""
     found = [{id(each): each for each in unit.module.parameters()} for unit in units]
-    for number, each in {id(each): each for each in module.parameters()}.items():
-        if found and all(number not in own for own in found):
-            found[0][number] = each
+    inside = {number for own in found for number in own}
+    if found:
+        found[0] |= {id(each): each for each in module.parameters() if id(each) not in inside}
     return [list(own.values()) for own in found]
 
 
