@@ -252,6 +252,25 @@ def test_a_slow_host_has_fewer_blocks() -> None:
     assert stages[0] < stages[1]
 
 
+@pytest.mark.parametrize("worse", [{"bandwidth": 5e8}, {"launch": 5e-2}])
+def test_a_host_is_as_slow_as_its_memory_and_launches(worse: dict[str, float]) -> None:
+    """Of two hosts with products of one rate, one has the slower memory, or takes longer to launch: that one has fewer
+    blocks, and a peak of twice the rate makes nothing slower and its memory no faster."""
+    plain = cluster(hosts=2, count=1)
+    device = plain.hosts[0].device
+    slow, peaked = (
+        replace(plain.hosts[0], device=replace(device, name=name, flops={"bf16": rate}, **worse))
+        for name, rate in (("slow", 1e13), ("peaked", 2e13))
+    )
+    usual = plain.hosts[0]
+    mixed, higher, both, none = (
+        search(task(model(9), replace(plain, hosts=hosts), pins={"pp": 2})).best[0]
+        for hosts in ((slow, usual), (peaked, usual), (slow, slow), (usual, usual))
+    )
+    assert mixed.choice.stages[0] < mixed.choice.stages[1]
+    assert none.seconds < higher.seconds <= mixed.seconds < both.seconds
+
+
 def test_the_cut_is_the_best_of_all_cuts() -> None:
     costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
     for stages, speeds in ((3, [1.0, 1.0, 1.0]), (4, [1.0, 2.0, 1.0, 0.5])):

@@ -228,16 +228,22 @@ class Cluster:
         each of its members in a host has a ring of its own, through its own port, and takes a part of the bytes; what
         has one receiver goes through one port."""
         if self.per_host % (stride * ranks) == 0:
-            return self._inside
+            return self.inside
         members = max(1, self.per_host // stride) if operation in RINGS else 1
         if members == 1 or self.between.reached:  # what was measured was over all ports
             return self.between
-        return _through(self.between, members, self._inside.bandwidth)
+        return _through(self.between, members, self.inside.bandwidth)
 
     @cached_property
-    def _inside(self) -> Link:
-        """The slowest of the links inside of hosts, all of which have as many devices."""
-        return min((host.inside for host in self.hosts), key=lambda link: link.bandwidth)
+    def inside(self) -> Link:
+        """The link inside of hosts, all of which have as many devices: as slow as the slowest in each respect."""
+        slow = min((host.inside for host in self.hosts), key=lambda link: link.bandwidth)
+        return replace(slow, latency=max(host.inside.latency for host in self.hosts))
+
+    @cached_property
+    def streams(self) -> float:
+        """Bytes a second of operations that are no products, of the slowest device."""
+        return min(device.bandwidth * device.streams for device in self.devices)
 
     @cached_property
     def to_host(self) -> float:

@@ -10,6 +10,8 @@ what products reach, which was fitted to whole steps.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.planner.cluster import Device
@@ -81,6 +83,16 @@ def seconds_of(
     """Seconds of `rows` rows on one rank of `spread`, with blocks as they are written, or `compiled`."""
     work, launched = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
     return work + launched if device.on_host else max(work, launched)
+
+
+def whole_model(parts: Sequence[PartProfile], rows: float, device: Device, numbers: Numbers) -> float:
+    """Seconds of `rows` rows of all parts, there and back, on one rank alone."""
+    times = (FORWARD, 1.0), (BACKWARD, device.backward)
+    return math.fsum(
+        factor * seconds_of(part, Spread(), rows, each, device, numbers, False)
+        for part in parts
+        for each, factor in times
+    )
 
 
 def seconds_again(

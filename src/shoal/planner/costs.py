@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.planner.cluster import Device, Link, between
-from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, asked_of, seconds_again, seconds_of
+from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, asked_of, seconds_again, seconds_of, whole_model
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.profile import Message, PartProfile
@@ -158,14 +158,20 @@ class Prices:
     @cached_property
     def slowest(self) -> Device:
         """The device that others wait for."""
-        return min(self._cluster.devices, key=lambda device: device.peak(self.task.numbers.dtype) * device.reaches)
+        return self._cluster.devices[max(range(len(self._alone)), key=self._alone.__getitem__)]
 
     @cached_property
     def speed_of_hosts(self) -> list[float]:
         """How fast the devices of each host are, relative to the slowest."""
-        dtype = self.task.numbers.dtype
-        slow = self.slowest.peak(dtype) * self.slowest.reaches
-        return [host.device.peak(dtype) * host.device.reaches / slow for host in self._cluster.hosts]
+        devices, slow = self._cluster.devices, max(self._alone)
+        return [slow / self._alone[devices.index(host.device)] for host in self._cluster.hosts]
+
+    @cached_property
+    def _alone(self) -> list[float]:
+        """Seconds that each kind of device takes of its share of the rows of a step, with all of the model."""
+        task, devices = self.task, self._cluster.devices
+        rows = task.microbatch or max(1, task.rows // self._cluster.size)
+        return [whole_model(task.profile.parts, rows, each, task.numbers) for each in devices]
 
     def _speeds(self, stages: int) -> list[float]:
         """How fast the slowest device of each rank of a pipeline is."""

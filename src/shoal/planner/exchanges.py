@@ -41,9 +41,9 @@ def exchanged(
         total += link.seconds(operation, sends.share * again * nbytes, among, again * times if sends.share else 0)
         wire += sends.share * again * nbytes * (among > 1)
         if sends.inside_hosts and among > 1:  # all of it travels inside of a host before
-            total += cluster.hosts[0].inside.seconds(operation, again * nbytes, min(among, cluster.per_host))
+            total += cluster.inside.seconds(operation, again * nbytes, min(among, cluster.per_host))
     device = prices.slowest
-    coding = again * sends.passes * (reduced + numbers.gradient * experts) / (device.bandwidth * device.streams)
+    coding = again * sends.passes * (reduced + numbers.gradient * experts) / cluster.streams
     together = copies(choice)[0]
     common = in_common(prices, choice)
     passes = is_cut(choice, "weights") and not common  # they are gathered to be used
@@ -140,7 +140,7 @@ def updated(prices: Prices, choice: Choice, own: Sizes, tied: Tied, has: Held) -
         trained, experts = trained / together, experts / with_experts
     number, device = trained + experts, prices.slowest
     each = numbers.gradient + 2 * (numbers.master or numbers.weight) + 2 * numbers.state + numbers.weight
-    there = device.updating * number * each / (device.bandwidth * device.streams)
+    there = device.updating * number * each / cluster.streams
     if choice.offload is None:
         return there
     pages = number * (numbers.master + numbers.state)
