@@ -113,6 +113,12 @@ def test_devices_of_one_name_are_two_kinds(tmp_path: Path) -> None:
     assert devices_said(found) == f"8 x h100, changed by {path} and 8 x h100, changed by {path}"
 
 
+MEASURED = (
+    "flops = {fp32 = 1}\nbandwidth = 1\ndevice_memory = 1\ncount = 8\nmemory = 1\nto_host = 1\n"
+    "inside = {latency = 1e-6, bandwidth = 1}\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -148,6 +154,8 @@ def test_devices_of_one_name_are_two_kinds(tmp_path: Path) -> None:
             HOST + "number = 2\ncount = 100000",
             r"^/.*mine.toml: the cluster mine has 200000 .* at most 131072 .*number in \[\[hosts.*count",
         ),
+        (HOST + "price = 2.0\n" + HOST, r"hosts.price is given of some of \[\[hosts\]\] only: give it in each, 0 for"),
+        (HOST + HOST.replace("h100", "measured") + MEASURED, "hosts.watts is given of some .* in each, of a device"),
         ("[[hosts", "cannot be read"),
     ],
 )
@@ -156,6 +164,13 @@ def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, said: str) -> None
     path.write_text(text)
     with pytest.raises(UserError, match=said):
         cluster_of(str(path), MACHINES, BETWEEN)
+
+
+def test_hosts_that_cost_nothing_are_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(HOST + "price = 2.0\n" + HOST + "price = 0\n" + HOST + "watts = 0\nprice = 1\n")
+    found = cluster_of(str(path), MACHINES, BETWEEN)
+    assert (found.price, found.watts) == (3.0, 2 * 8 * MACHINES["h100"].watts)
 
 
 def test_collectives_take_what_rings_take() -> None:

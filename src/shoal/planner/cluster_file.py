@@ -53,6 +53,8 @@ TEXTS = {
     "source": "where the figures are from, as a text",
     "scratch": "a directory on the host's disk",
 }
+SUMMED = {"price": "0 for hosts that cost nothing", "watts": "of a device"}
+"""Keys whose sum over all hosts is told, and how each host says it."""
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "send", "broadcast", "gather", "scatter",
 )  # fmt: skip
@@ -102,7 +104,9 @@ def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Clu
     tables = content.get("hosts")
     if not isinstance(tables, list) or not tables or not all(isinstance(each, Mapping) for each in tables):
         raise UserError(f'{path} describes no hosts: give [[hosts]] with device = "h100", count = 8, number = 2')
-    hosts = [host for table in tables for host in _hosts(dict(table), str(path), machines)]
+    by_table = [_hosts(dict(table), str(path), machines) for table in tables]
+    _check_summed(tables, by_table, str(path))
+    hosts = [host for each in by_table for host in each]
     others = {key: _number(content[key], key, f"{path}: {key}") for key in OTHERS if key in content}
     link = _link(content.get("between", {}), f"{path}: between", between)
     currency = _text(content.get("currency", "USD"), f"{path}: currency", 'the name of a currency, such as "USD"')
@@ -162,6 +166,14 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
             _number(value, key, f"{where}: hosts.{key}")
     changed.setdefault("name", name if not changed else f"{name}, changed by {where}")
     return [replace(host, device=replace(host.device, **changed), **table)] * number
+
+
+def _check_summed(tables: Sequence[Mapping[str, Any]], hosts: Sequence[Sequence[Host]], where: str) -> None:
+    """Raises UserError where price or energy of the whole would leave out hosts that do not say theirs."""
+    for key, of_each in SUMMED.items():
+        values = [getattr(each[0], key) for each in hosts]
+        if any(values) and any(not value and key not in table for table, value in zip(tables, values, strict=True)):
+            raise UserError(f"{where}: hosts.{key} is given of some of [[hosts]] only: give it in each, {of_each}")
 
 
 def _link(table: Any, what: str, default: Link | None) -> Link:
