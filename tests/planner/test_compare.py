@@ -95,6 +95,13 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     assert found["tokens or samples a second"]["measured"] == 64
     assert found["total time"]["measured"] == 30.0
     assert found["memory of the fullest rank"]["why"] == "not recorded"
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = [line for line in lines if '"step": 6' not in line]
+    for kept_lines, why in ((lines[:-1], "it has not ended"), (last, "it ended after 5 of 6 steps")):
+        (run_dir / "metrics.jsonl").write_text("".join(kept_lines))
+        total = shown(run_dir, capsys, keep=False)[1]["total time"]
+        assert (total["measured"], total["why"]) == (None, why)
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
     assert learned(CPU, torch.float32, 1, 1, [HOST]) is None
     told, _ = shown(run_dir, capsys)
     assert str(run_dir) in told["learned"] and "left as it was" not in told["learned"]

@@ -174,10 +174,19 @@ def _terms(
     tokens = median(each.tokens for each in records.steps)
     yield Compared("tokens or samples a second", "1/s", tokens / estimate.seconds, tokens / seconds)
     if settled.total is not None:
-        ended = records.end is not None and records.attempts == 1 and len(records.steps) == settled.total
-        whole = records.end.seconds if records.end is not None and ended else None
-        why = "" if ended else "of several attempts or plans"
+        why = _why_no_total(records, settled.total)
+        whole = records.end.seconds if records.end is not None and not why else None
         yield Compared("total time", "s", settled.total * estimate.seconds, whole, why)
+
+
+def _why_no_total(records: RunRecords, total: int) -> str:
+    """Why what the run took is not what `total` steps take, "" where it is."""
+    steps = len(records.steps)
+    if records.attempts > 1 or (steps != total and (records.plans or len(records.memberships) > 1)):
+        return "of several attempts or plans"
+    if records.end is None:
+        return "it has not ended"
+    return "" if steps == total else f"it ended after {steps} of {total} steps"
 
 
 def _parts(estimate: Estimate, sampled: Sequence[TermsRecord]) -> Iterator[Compared]:
