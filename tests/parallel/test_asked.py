@@ -164,6 +164,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "minimax": partial(of_transformers, "minimax", "AutoModelForCausalLM", **MINIMAX),
     "esm": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2, token_dropout=True),
     "esm without": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2),
+    "gemma2": partial(of_transformers, "gemma2", "AutoModelForCausalLM", head_dim=8, num_key_value_heads=2),
+    "gpt oss": partial(of_transformers, "gpt_oss", "AutoModelForCausalLM", head_dim=8, num_key_value_heads=2),
     "classes": partial(of_transformers, "llama", "AutoModelForSequenceClassification", num_key_value_heads=2),
     "gpt": gpt,
     "prefix": Prefix,
@@ -236,6 +238,8 @@ def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, conte
         ("prefix", "causal", "attention has a mask that looks causal to some of the ranks"),
         ("minimax", "causal", "has layers of kind linear_attention"),
         ("esm", "masked", "set token_dropout = False"),
+        ("gemma2", "causal", "without soft-capping of logits (attn_logit_softcapping = 50.0). Take plan.cp = 1"),
+        ("gpt oss", "causal", "without what this model adds. Take plan.cp = 1"),
     ],
 )
 def test_what_looks_at_neighbours_elsewhere_than_in_attention_is_refused(model: str, loss: str, message: str) -> None:
@@ -265,11 +269,12 @@ def asked(world: Any, model: str, loss: str, sample: dict[str, Tensor]) -> str:
 @pytest.mark.parametrize(
     ("model", "loss", "sample", "message"),
     [
+        ("gemma2", "causal", rows()[0], "without soft-capping of logits"),
         ("by hand", "causal", rows()[0], "called no torch.nn.functional"),
         ("llama", "here", rows()[0], "the loss picks tokens by their place"),
         ("llama", "causal", padded()[0], "leave it out and pad rows at their ends"),
     ],
-    ids=["attention by hand", "loss", "padding"],
+    ids=["soft-capping", "attention by hand", "loss", "padding"],
 )
 def test_the_planner_gives_no_plan_that_the_first_step_would_refuse(
     model: str, loss: str, sample: dict[str, Tensor], message: str

@@ -34,13 +34,8 @@ def check_model(module: nn.Module, ranks: int) -> None:
                 f"plan.cp = {ranks}: {name} ({type(part).__name__}) looks at neighbouring tokens, of which a "
                 "rank has a part, and only attention brings them together: take plan.cp = 1"
             )
+    _check_attention(module, ranks)
     config = getattr(module, "config", None)
-    kind = getattr(config, "_attn_implementation", "sdpa")
-    if kind != "sdpa":
-        raise UserError(
-            f'plan.cp = {ranks}: attention of {type(module).__name__} is computed as "{kind}", which sees this '
-            'rank\'s tokens alone: build it with attn_implementation="sdpa", or take plan.cp = 1'
-        )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
     if other:
         raise UserError(
@@ -53,6 +48,25 @@ def check_model(module: nn.Module, ranks: int) -> None:
             f"plan.cp = {ranks}: {type(module).__name__} scales each row by its share of masked tokens "
             "(config.token_dropout), of which a rank sees its part: set token_dropout = False"
         )
+
+
+def _check_attention(module: nn.Module, ranks: int) -> None:
+    """Raises UserError where a model of transformers, or a part of one, computes attention otherwise than by
+    F.scaled_dot_product_attention: with the remedy where it can, which not all can that have such a setting."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        kind = getattr(config, "_attn_implementation", "sdpa")
+        if kind == "sdpa":
+            continue
+        why = f'plan.cp = {ranks}: attention of {type(part).__name__} is computed as "{kind}", which sees this rank\'s '
+        if any(not getattr(each, "_supports_sdpa", True) for each in part.modules()):
+            cap = getattr(config, "attn_logit_softcapping", None)
+            more = "what this model adds" if cap is None else f"soft-capping of logits (attn_logit_softcapping = {cap})"
+            raise UserError(
+                f'{why}tokens alone, and which "sdpa" does not stand for: it computes attention without {more}. Take '
+                "plan.cp = 1"
+            )
+        raise UserError(f'{why}tokens alone: build it with attn_implementation="sdpa", or take plan.cp = 1')
 
 
 def positions_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
