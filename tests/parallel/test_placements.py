@@ -3,12 +3,17 @@ process."""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
-from shoal import Plan
+from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from tests.parallel.test_graph import made, samples, trained
@@ -153,6 +158,49 @@ def test_what_a_graph_does_not_allow_is_refused(placements, said):
     with pytest.raises(UserError) as error:
         simulate_world(2, trained, {"tp": 2, "placements": placements})
     assert said in str(error.value)
+
+
+class Calibrated(transformers.LlamaForCausalLM):
+    """With a layer behind the head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.behind = nn.Linear(config.vocab_size, config.vocab_size)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        return self.behind(super().forward(input_ids, position_ids=position_ids).logits)
+
+
+def behind_the_logits(world, plan: dict[str, Any]) -> list[float] | str:
+    """The losses of two steps, or what is refused."""
+    case, running = CASES["llama"], None
+    try:
+        running = Engine(
+            lambda: Calibrated(case.factory().config), case.loss, partial(torch.optim.SGD, lr=0.1), Plan(**plan),
+            global_batch=4, microbatch=2, precision="fp64", world=world,
+        )  # fmt: skip
+        return [float(running.step(batch).loss) for batch in running.batches(case.data(), steps=2)]
+    except UserError as refusal:
+        return str(refusal)
+    finally:
+        if running is not None:
+            running.close()
+
+
+def test_logits_for_layers_of_another_stage_are_refused_with_what_does():
+    """Both remedies are followed as they are said."""
+    cut = {"tp": 2, "pp": 2, "stages": [["model", "lm_head"], ["behind"]]}
+    refusals = set(simulate_world(4, behind_the_logits, cut))
+    assert len(refusals) == 1, refusals
+    said = re.search(
+        r"keep it whole, plan\.(placements = \{.*\}), or give it and all that comes behind it", next(iter(refusals))
+    )
+    assert said is not None, refusals
+    whole, together = {**cut, **tomllib.loads(said[1])}, {**cut, "stages": [["model"], ["lm_head", "behind"]]}
+    (alone,) = simulate_world(1, behind_the_logits, {})
+    for plan in (whole, together):
+        for found in simulate_world(4, behind_the_logits, plan):
+            assert found == pytest.approx(alone, rel=1e-9)
 
 
 def replanned(world, directory: Any) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -25,6 +25,15 @@ class Remembers(Protocol):
 
     def state(self) -> Any: ...
     def recall(self, state: Any) -> None: ...
+
+
+@runtime_checkable
+class StaysHere(Protocol):
+    """What a layer may give that other ranks of its axis hold a part of, so that it is not sent to further layers."""
+
+    def why_it_stays(self, layer: str) -> str:
+        """Why what `layer` gives is not sent, and what would do."""
+        ...
 
 
 class Axis:

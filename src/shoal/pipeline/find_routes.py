@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Group, wire
 from shoal.errors import UserError
+from shoal.parallel.axis import StaysHere
 from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
@@ -187,11 +188,7 @@ class _Look(Calls):
                 self.marks.clear(leaf)
                 self._own.append((Value(unit, call, place), leaf, leaf._version))
             elif _hides_tensors(leaf) and self._stage < max(self._split.stages):
-                raise _Unfit(
-                    f"{self._split.units[unit].name} gives a {type(leaf).__name__}, in which tensors are not found: "
-                    "let it give tensors, tuples, dicts, or a class that torch.utils._pytree.register_dataclass or "
-                    "register_pytree_node has made known"
-                )
+                raise _Unfit(_why_not_given(self._split.units[unit].name, leaf))
         return result
 
     def elsewhere(self, unit: int) -> Any:
@@ -221,6 +218,16 @@ class _Look(Calls):
 
     def changed(self) -> frozenset[Value]:
         return frozenset(value for value, tensor, version in self._own if tensor._version != version)
+
+
+def _why_not_given(part: str, leaf: Any) -> str:
+    """Why an object of the results of `part` does not travel: what it says itself, with what would do."""
+    if isinstance(leaf, StaysHere):
+        return leaf.why_it_stays(part)
+    return (
+        f"{part} gives a {type(leaf).__name__}, in which tensors are not found: let it give tensors, tuples, dicts, or "
+        "a class that torch.utils._pytree.register_dataclass or register_pytree_node has made known"
+    )
 
 
 def _hides_tensors(leaf: Any) -> bool:

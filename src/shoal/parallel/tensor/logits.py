@@ -102,6 +102,14 @@ class ShardedLogits:
     def is_floating_point(self) -> bool:
         return self.local.is_floating_point()
 
+    def why_it_stays(self, layer: str) -> str:
+        """Why these logits are not sent to another stage (`parallel.axis.StaysHere`)."""
+        return (
+            f"{layer} gives logits of which each rank along tp has a part, to layers of another stage: keep it whole, "
+            f'plan.placements = {{"{layer}" = "whole"}}, or give it and all that comes behind it to the last stage '
+            "(plan.stages)"
+        )
+
     # operations on the way to a loss
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedLogits:
