@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import ArgumentError, UserError, in_section
+from shoal.errors import ArgumentError, UserError, did_you_mean, in_section
 
 pytestmark = pytest.mark.fast
 
@@ -58,3 +58,21 @@ def test_an_argument_is_called_as_the_job_calls_it_and_crosses_processes() -> No
         raise error
     with pytest.raises(UserError, match=r"^plan\.dp = 3$"), in_section("train"):
         raise UserError("plan.dp = 3")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("zero_stage", "zero"),
+        ("save", "save_every"),
+        ("batch", "global_batch"),
+        ("stage", "stages"),
+        ("dpp", "dp"),
+        ("ppp", "pp"),
+        ("checkpoint_every", None),
+        ("mesh", None),
+    ],
+)
+def test_what_a_user_may_have_meant(word: str, meant: str | None) -> None:
+    known = ["pp", "dp", "stages", "sample", "zero", "save_every", "verify_every", "microbatch", "global_batch"]
+    assert did_you_mean(word, known) == (f' Did you mean "{meant}"?' if meant else "")

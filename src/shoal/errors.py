@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -117,12 +117,24 @@ class BudgetExceeded(UserError):
         self.needed, self.capacity = needed, capacity
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Returns ' Did you mean "x"?' for the closest of `known`, or '' when nothing is close."""
-    import difflib
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Returns ' Did you mean "x"?' for the closest of `known`, or '' when nothing is close.
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    One that is nearly the same, else one that has all words of it, or only some of them (`save`: save_every;
+    `zero_stage`: zero), else one that is somewhat like it; of several as close one with the same letter in front.
+    """
+    from difflib import SequenceMatcher
+
+    like = {name: SequenceMatcher(None, name, word).ratio() for name in known}
+    words = set(word.split("_"))
+    some = {name: set(name.split("_")) for name in known}
+    close = (
+        [name for name in like if like[name] >= 0.8]
+        or [name for name in like if words <= some[name] or some[name] <= words]
+        or [name for name in like if like[name] >= 0.6]
+    )
+    best = max(close, key=lambda name: (like[name], name[:1] == word[:1]), default=None)
+    return "" if best is None else f' Did you mean "{best}"?'
 
 
 def check_choice(said: str, choice: object, known: Iterable[str]) -> None:

@@ -44,6 +44,7 @@ SMALL = {"model": MODEL, "train": {"steps": 5}}
             {"ep": 2, "dp": 3},
             "plan.ep = 2: experts are spread over dp x cp = 3 x 1 = 3 ranks, so it is one of [1, 3]",
         ),
+        ("plan", {"measur": 3}, 'Did you mean "measure"? Keys: pp'),
         ("plan", {"zero": 4}, "plan.zero = 4 (ZeRO sharding) is not one of 0, 1, 2, 3"),
         ("plan", {"dp": "2"}, "plan.dp in the job: expected a whole number"),
         ("train", {}, "nothing says when to stop"),

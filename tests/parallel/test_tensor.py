@@ -20,7 +20,7 @@ from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
 from shoal.module.build import Built, build
 from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, cuts_of, kind_of, rules_for
-from shoal.parallel.tensor.rules import matches
+from shoal.parallel.tensor.rules import check_pattern, matches
 from shoal.parallel.tensor.spans import even, heads
 from shoal.plan import Plan
 from tests.parity.cases import LLAMA, MIXTRAL, text
@@ -226,6 +226,30 @@ def test_a_users_own_rules():
     for expected, loss, off in run_ranks(users_rules, 3):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert max(off.values()) < 1e-4, off
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("blocks.*.mlp.upp", 'Did you mean "blocks.*.mlp.up"?'),
+        ("blocks.3.mlp.upp", 'Did you mean "blocks.3.mlp.up"?'),
+        ("block.11.mlp.up", 'Did you mean "blocks.11.mlp.up"?'),
+        ("blocks.12.mlp.up", "There are blocks.0 to blocks.11."),
+        ("blocks.13", "There are blocks.0 to blocks.11."),
+        ("blocks.*.qkv", 'Did you mean "blocks.*.**.qkv"?'),
+        ("**.attention.qvk", 'Did you mean "**.attention.qkv"?'),
+        ("mlp.up", 'Did you mean "**.mlp.up"?'),
+        ("layers.*.mlp.up", 'Did you mean "blocks.*.mlp.up"?'),
+        ("blocks.3.mlp.up.weight", 'Did you mean "blocks.3.mlp.up"?'),
+        ("quite.another", ""),
+    ],
+)
+def test_what_may_be_meant_has_the_numbers_that_were_written(pattern: str, said: str):
+    with torch.device("meta"):
+        names = [name for name, _ in GPT(GPTConfig(61, 12, layers=12, d_model=32, heads=4)).named_modules()]
+    with pytest.raises(UserError) as failure:
+        check_pattern("tensor_rules", pattern, names)
+    assert str(failure.value).partition("any number of them).")[2].strip() == said
 
 
 def silent(size: int) -> Region:

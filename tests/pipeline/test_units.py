@@ -5,13 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
-from shoal.pipeline import units_of
+from shoal.errors import UserError
+from shoal.pipeline import stages_of, units_of
+from shoal.pipeline.units import Unit
 
 
 class NormAct(nn.BatchNorm1d):
@@ -61,3 +64,11 @@ def test_a_norm_with_its_activation_keeps_its_statistics_in_its_stage() -> None:
     for own in simulate_world(2, statistics, {"pp": 2}):
         for name, value in own.items():
             torch.testing.assert_close(value, one[name])
+
+
+def test_a_part_of_a_block_that_is_not_there_is_refused_with_the_blocks_there_are() -> None:
+    units = units_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    lying = [Unit(f"blocks.{each.name}", each.module, each.work, each.is_block) for each in units]
+    names = [each.name for each in lying]
+    with pytest.raises(UserError, match=r'"blocks.3" is no part of the model\. There are blocks.0 to blocks.2\. Its'):
+        stages_of(lying, 2, [names, ["blocks.3"]])

@@ -235,7 +235,7 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
         return
     hints = _hints(SECTIONS[section])
     if key not in hints:
-        known = [each.name for each in fields(SECTIONS[section])]
+        known = [*(each.name for each in fields(SECTIONS[section])), *(ASKS if section == "plan" else ())]
         others = [f"[{other}]" for other, kind in SECTIONS.items() if key in _hints(kind)]
         hint = f" It is a key of {' and '.join(others)}." if others else did_you_mean(key, known)
         raise UserError(f'unknown key "{section}.{key}" in {where}.{hint} Keys: {", ".join(known)}')

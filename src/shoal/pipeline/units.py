@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError
+from shoal.module.closest import closest
 from shoal.module.compiling import blocks, recomputable
 from shoal.module.scripted import is_scripted
 from shoal.pipeline.balance import balance
@@ -157,10 +158,15 @@ def _by_name(units: Sequence[Unit], names: Sequence[Sequence[str]]) -> list[int]
             )
         found += having
     parts = [unit.name for unit in units]
+    around = list(
+        dict.fromkeys(
+            ".".join(words[:most]) for words in (part.split(".") for part in parts) for most in range(1, 1 + len(words))
+        )
+    )
     for name in (name for each in names for name in each):
-        if not any(part == name or part.startswith(f"{name}.") for part in parts):
+        if name not in around:
             raise UserError(
-                f'plan.stages: "{name}" is no part of the model.{did_you_mean(name, parts)} Its parts: '
+                f'plan.stages: "{name}" is no part of the model.{closest(name, around, str.__eq__)} Its parts: '
                 f"{', '.join(parts)}"
             )
     if set(found) != set(range(len(names))):

@@ -35,8 +35,9 @@ from functools import lru_cache
 
 from torch import nn
 
-from shoal.errors import UserError, check_choice, did_you_mean
+from shoal.errors import UserError, check_choice
 from shoal.models.adapted import unadapted
+from shoal.module.closest import closest
 from shoal.module.stand_in import whole_model
 
 Rules = Mapping[str, str]
@@ -179,11 +180,9 @@ def check_pattern(where: str, pattern: str, names: list[str]) -> None:
     if any("**" in part and part != "**" for part in pattern.split(".")):
         raise UserError(f"{where}[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name")
     if not any(matches(pattern, name) for name in names):
-        deeper = f"**.{pattern}"
-        hint = f' Did you mean "{deeper}"?' if any(matches(deeper, name) for name in names) else ""
         raise UserError(
             f"{where}[{pattern!r}]: the model has no module of such a name (* is one part of a name, ** any "
-            f"number of them).{hint or did_you_mean(pattern, names)}"
+            f"number of them).{closest(pattern, names, matches)}"
         )
 
 
