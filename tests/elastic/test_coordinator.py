@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,23 @@ async def test_all_nodes_that_drain_at_once_leave_and_none_trains_on():
         member.supervisor.wish(Drain())
     assert [await a.task, await b.task, await c.task] == [143, 143, 143]
     assert all(each.starts[-1].start.generation == number for each in (a, b, c))
+
+
+@in_a_loop
+async def test_a_node_whose_ranks_could_not_save_leaves_with_that_and_the_others_go_on():
+    a = Member("a").lead(Limits(minimum=1))
+    b = Member("b").join(a)
+    await until(lambda: generation(a, b))
+    number = generation(a, b)
+    for member in (a, b):  # of all ranks the save fails
+        full = partial(member.starts[-1].end, "stopped", 5, message="No space left on device", holds=True)
+        member.starts[-1].end = lambda *args, full=full, **kwargs: full()
+    b.supervisor.wish(Drain())
+    assert await b.task == 5
+    assert any("error: this node leaves, but the newest weights are not saved: No space" in line for line in b.said)
+    await until(lambda: generation(a) == number + 1)  # from memory
+    a.supervisor.wish(Drain())
+    assert await a.task == 143  # its ranks have saved
 
 
 @in_a_loop

@@ -15,6 +15,7 @@ import pytest
 from shoal.elastic import crew as room
 from shoal.elastic.crew import Crew
 from shoal.elastic.events import END, HALT, NOW
+from shoal.elastic.events import SAVE as SAVED
 from shoal.elastic.messages import Admitted, Report, Start
 from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
@@ -52,7 +53,8 @@ while True:
     if told[0] == "end":
         break
     if sys.argv[1] != "deaf" or place.rank:
-        control.send(Left(place.generation, 7, True, told[0] != "now"))
+        unsaved = "No space left on device" if sys.argv[1] == "full" else ""
+        control.send(Left(place.generation, 7, True, told[0] != "now", unsaved))
 """
 
 
@@ -100,6 +102,7 @@ def left(crew: Crew, seconds: float = 60.0) -> Report:
         pytest.param("stop", None, "killed", "rank 1: the process is stopped", 1, marks=pytest.mark.matrix),
         pytest.param("wait", NOW, "lost", "", 2, marks=pytest.mark.matrix),
         pytest.param("wait", HALT, "stopped", "", 2, marks=pytest.mark.matrix),
+        ("full", SAVED, "stopped", "No space left on device", 2),
         pytest.param("wait", END, "stopped", "", 0, marks=pytest.mark.matrix),
     ],
 )
@@ -112,6 +115,7 @@ def test_how_ranks_leave_a_generation_is_reported(crew, what, how, outcome, said
         made.leave(how)
     report = left(made)
     assert (report.outcome, report.generation, report.ranks) == (outcome, 1, ranks) and said in report.message
+    assert report.code == (5 if what == "full" else 0) or report.outcome != "stopped"
     assert report.holds == (ranks > 0) == made.holds and not made.busy
     assert report.step == (7 if ranks else -1)
     if what == "raise":

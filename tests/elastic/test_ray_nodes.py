@@ -16,7 +16,7 @@ from shoal.cli.start import start_nodes
 from shoal.elastic import ray_nodes
 from shoal.elastic.ray_actor import Ended, Order, environment
 from shoal.elastic.ray_nodes import Fleet, Wanted, forwarded
-from shoal.errors import LaunchError, UserError
+from shoal.errors import CheckpointError, LaunchError, UserError
 from shoal.jobs.cluster.table import Cluster
 from shoal.jobs.config import Job, Train
 from shoal.launch.ray import names_cluster
@@ -252,12 +252,14 @@ def test_no_ray_node_has_two_nodes(drive, ray: Ray) -> None:
     assert sorted(driver.nodes) == ["a", "c", "d"]
 
 
-def test_a_node_that_was_told_to_leave_is_left_alone(drive, ray: Ray) -> None:
+@pytest.mark.parametrize("code", [128 + signal.SIGTERM, CheckpointError.exit_code])
+def test_a_node_that_was_told_to_leave_is_left_alone(drive, ray: Ray, code: int) -> None:
+    """Also one whose last checkpoint failed: the others go on in memory."""
     driver = drive(1, 2, a=1, b=1)
     for _ in range(3):
         driver.turn()
         driver.come()
-    ray.actors[1].tells = Ended(128 + signal.SIGTERM, True)
+    ray.actors[1].tells = Ended(code, True)
     driver.turn(20)
     assert driver.nodes == ["a"]
     assert ray.groups[-1].without == "a,b"
@@ -283,6 +285,13 @@ def test_the_job_ends_as_its_supervisors_say(drive, ray: Ray) -> None:
     assert driver.turn() == 0
     driver.fleet.close()
     assert not ray.groups and not ray.actors
+
+
+def test_a_job_whose_last_checkpoint_failed_ends_with_that(drive, ray: Ray) -> None:
+    driver = started(drive, a=1, b=1)
+    for each in ray.actors:
+        each.tells = Ended(CheckpointError.exit_code, True)
+    assert driver.turn() == CheckpointError.exit_code
 
 
 def test_a_supervisor_that_ends_no_more_is_not_waited_for_for_ever(drive, ray: Ray) -> None:

@@ -12,7 +12,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from shoal.elastic import pulse
 from shoal.elastic.events import NOW
 from shoal.elastic.messages import Start
 from shoal.elastic.records import decode, encode, kinds
+from shoal.errors import CheckpointError
 
 VARIABLE = "SHOAL_CONTROL"
 """The descriptor of a process's end of the pair."""
@@ -78,12 +79,21 @@ class Warm:
 @dataclass(frozen=True)
 class Left:
     """The rank has left its generation. `step`: the last one that it committed; `holds`: whether the state of that step
-    is in its memory; `asked`: whether it left after a step because it was told to."""
+    is in its memory; `asked`: whether it left after a step because it was told to; `unsaved`: why the newest checkpoint
+    is not written, "" if it is or none was asked for."""
 
     generation: int
     step: int
     holds: bool
     asked: bool
+    unsaved: str = ""
+
+
+def as_told(left: Iterable[Left]) -> tuple[int, str]:
+    """Returns the exit code and the message of ranks that have `left` as they were told to: 0, unless what they were to
+    save before is not saved."""
+    why = next((each.unsaved for each in left if each.unsaved), "")
+    return (CheckpointError.exit_code, why) if why else (0, "")
 
 
 TO_PROCESS, FROM_PROCESS = kinds((Place, Leave)), kinds((Warm, Left))

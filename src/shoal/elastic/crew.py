@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.comm.signed import derived
-from shoal.elastic.control import Left, Place
+from shoal.elastic.control import Left, Place, as_told
 from shoal.elastic.events import END, NOW
 from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.pace import paces_of
@@ -273,10 +273,10 @@ class Crew:
         left = [each for each in known if each.generation == start.generation]
         steps = [*(each.step for each in left), self._watchdog.step]
         asked = self._how is not None or any(each.asked for each in left)
-        outcome, code, message = self._judge(asked, bool(left), start.size)
+        outcome, code, message = self._judge(asked, left, start.size)
         return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, self.holds)
 
-    def _judge(self, asked: bool, some_left: bool, ranks: int) -> tuple[str, int, str]:
+    def _judge(self, asked: bool, left: list[Left], ranks: int) -> tuple[str, int, str]:
         """Returns outcome, exit code and message of a generation of so many `ranks`."""
         said, code = verdict(self._endings, ranks)
         at_fault = [each for each in self._endings if each.failed and not (each.failure and each.failure.lost_peer)]
@@ -289,11 +289,11 @@ class Crew:
             killed = all(each.failure is None and each.returncode < 0 for each in at_fault)
             return "killed" if killed else "failed", code or LaunchError.exit_code, text
         early = [each.rank for each in self._endings if not each.failed and not each.stopped]
-        if early and some_left and not asked:
+        if early and left and not asked:
             text = f"rank {rank_list(early)} ended with exit code 0 while others were at work"
             return "killed", LaunchError.exit_code, text
-        if any(each.failed for each in self._endings) or self._how == NOW or (some_left and not asked):
+        if any(each.failed for each in self._endings) or self._how == NOW or (left and not asked):
             if self._hang is not None:
                 return "killed", LaunchError.exit_code, self._hang.text
             return "lost", 0, "its ranks lost others"
-        return "stopped" if some_left or self._how == END else "finished", 0, ""
+        return ("stopped" if left or self._how == END else "finished"), *as_told(left)

@@ -10,13 +10,14 @@ torch, since a node that comes back is to be there soon.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from shoal.errors import UserError
+from shoal.errors import CheckpointError, UserError
 
 MEMBER, OVER = "member", "over"
 
@@ -28,6 +29,11 @@ class Ended:
 
     code: int
     over: bool
+
+    def leaves(self, alone: bool) -> bool:
+        """Whether the node leaves while others go on, in memory where its last checkpoint failed. `alone`: it is the
+        only one."""
+        return self.code == 128 + signal.SIGTERM or (self.code == CheckpointError.exit_code and not alone)
 
 
 @dataclass(frozen=True)

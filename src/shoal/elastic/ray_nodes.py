@@ -273,7 +273,8 @@ class Fleet:
             how = f"was killed by signal {-ended.code}" if ended.code < 0 else f"gave up with exit code {ended.code}"
             self._fail(bundle, ended.code if ended.code > 0 else LaunchError.exit_code, f"its supervisor {how}")
             return
-        if ended.code < 128 or (not self._asked and ended.code != 128 + signal.SIGTERM):
+        alone = all(each is bundle or each.actor is None for each in self._bundles)
+        if not ended.leaves(alone) and (ended.code < 128 or not self._asked):
             self._over, self._deadline = ended.code, min(self._deadline, time.monotonic() + GRACE)
         elif not self._asked:
             self._left.add(bundle.node)

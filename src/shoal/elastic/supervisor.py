@@ -42,7 +42,7 @@ from shoal.elastic.messages import (
 )
 from shoal.elastic.records import Malformed
 from shoal.elastic.tunnel import Passage
-from shoal.errors import LaunchError
+from shoal.errors import CheckpointError, LaunchError
 
 _LOOK = 0.02
 _PACES = 4
@@ -107,6 +107,7 @@ class Supervisor:
         self._connection: Connection | Passage | None = None
         self._beats: dict[int, float] = {}
         self._wishes: list[Any] = []
+        self._unsaved = ""  # why the last checkpoint of the ranks is not written
         self._code: int | None = None
 
     def wish(self, message: Any) -> None:
@@ -210,14 +211,22 @@ class Supervisor:
         elif isinstance(message, Note):
             self._say(message.text)
         elif isinstance(message, Released):
-            self._code = 128 + SIGTERM
+            self._code = self._ends_with(128 + SIGTERM)
         elif isinstance(message, Over):
-            self._code = message.code
+            self._code = self._ends_with(message.code)
             self._say(f"the job has ended: {message.why}")
+
+    def _ends_with(self, code: int) -> int:
+        """Returns the exit code of a node that is to end with `code`: where it leaves, and its ranks could not write
+        the checkpoint before, that of the failure, which is said."""
+        if code != 128 + SIGTERM or not self._unsaved:
+            return code
+        self._say(f"error: this node leaves, but the newest weights are not saved: {self._unsaved}")
+        return CheckpointError.exit_code
 
     def _start(self, connection: Connection | Passage, start: Start) -> None:
         self._at.running = self._at.newest = start.generation
-        self._told = 0
+        self._told, self._unsaved = 0, ""
         self._leaving = ALONE if start.ranks == start.size else LEAVING
         try:
             self._ranks.place(start)
@@ -262,6 +271,7 @@ class Supervisor:
             ranks, holds = self._offer()
             cut_off = self._left.outcome == "lost" and self._cut[0] == self._at.running
             why = CUT_OFF if cut_off else self._left.message
+            self._unsaved = why if self._left.outcome == "stopped" and self._left.code else ""
             connection.send(replace(self._left, ranks=ranks, holds=holds, message=why))
             self._at.running = 0
         self._left = None

@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 _SOON = 1.0
 """Seconds in which a rank whose save failed hears that another one is gone, if that was why."""
 
+_MOST = 2000
+"""Characters of an error that a supervisor is told."""
+
 
 class LiveRank:
     """A process of the job file `path` with `assignments` on top, which has its places from `control`."""
@@ -82,7 +85,10 @@ class LiveRank:
                 return outcome
             call_this(WAITS)
             step = -1 if self._engine is None else self._engine.step_index
-            self._control.send(Left(place.generation, step, self._engine is not None, outcome != NOW))
+            asked = outcome != NOW
+            failure = self._attempt.saver.failure if asked and self._attempt is not None else None
+            unsaved = "" if failure is None else str(failure)[:_MOST]
+            self._control.send(Left(place.generation, step, self._engine is not None, asked, unsaved))
             self._prepare()
 
     @without_collections()
