@@ -47,6 +47,19 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     found = cluster_of(str(path), MACHINES, BETWEEN)
     assert found.size == 24 and found.price == 50 and found.currency == "EUR" and found.memory == 40 * 10**9
     assert found.between.bandwidth == 1e10 and found.between.latency == BETWEEN.latency and len(found.devices) == 2
+    assert found.said == (
+        f"{path}: hosts of h100 have no count: 8 devices each are taken",
+        f"{path}: hosts of a100 have no number: 1 is taken",
+        f"{path}: hosts of a100 have no count: 8 devices each are taken",
+        f"{path}: between does not say its latency: latency = 1.5e-05 (s, bytes/s), as a port of 400 Gb/s for each "
+        "device has, are taken",
+    )
+
+
+def test_a_cluster_file_that_says_all_has_nothing_assumed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[[hosts]]\ndevice = "h100"\nnumber = 1\ncount = 4\n')
+    assert cluster_of(str(path), MACHINES, BETWEEN).said == ()  # one host has nothing between
 
 
 WRONG = {

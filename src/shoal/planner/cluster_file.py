@@ -25,6 +25,8 @@ Allowed = tuple[str, Callable[[Any], bool]]
 """What a number may be, in words and as a test."""
 OTHERS = ("overlap", "contention", "step", "data")
 """Keys of a file that are numbers of the whole cluster."""
+LINKED = ("latency", "bandwidth")
+"""Keys of a link."""
 MEASURED = "measured"
 """In the place of a machine's name: the file says all of it."""
 NEEDED = ("flops", "bandwidth", "device_memory", "count", "inside", "memory", "to_host")
@@ -109,11 +111,26 @@ def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Clu
     hosts = [host for each in by_table for host in each]
     others = {key: _number(content[key], key, f"{path}: {key}") for key in OTHERS if key in content}
     link = _link(content.get("between", {}), f"{path}: between", between)
+    assumed = list(_assumed(tables, machines, str(path)))
+    if len(hosts) > 1 and (missing := [key for key in LINKED if key not in content.get("between", {})]):
+        taken = " and ".join(f"{key} = {getattr(link, key):g}" for key in missing)
+        assumed.append(f"{path}: between does not say its {' and '.join(missing)}: {taken} (s, bytes/s), as a port of "
+                       "400 Gb/s for each device has, are taken")  # fmt: skip
     currency = _text(content.get("currency", "USD"), f"{path}: currency", 'the name of a currency, such as "USD"')
     try:
-        return Cluster(path.stem, tuple(hosts), link, currency=currency, **others)
+        return Cluster(path.stem, tuple(hosts), link, currency=currency, said=tuple(assumed), **others)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _assumed(tables: Sequence[Mapping[str, Any]], machines: Mapping[str, Host], where: str) -> Iterator[str]:
+    """What is taken for how many hosts and devices there are, where the `tables` do not say it."""
+    for table in tables:
+        name = table["device"]
+        if "number" not in table:
+            yield f"{where}: hosts of {name} have no number: 1 is taken"
+        if "count" not in table and name in machines:
+            yield f"{where}: hosts of {name} have no count: {machines[name].count} devices each are taken"
 
 
 def _number(value: Any, key: str, what: str) -> Any:
@@ -180,14 +197,13 @@ def _link(table: Any, what: str, default: Link | None) -> Link:
     """Reads a link; what it does not say is that of `default`. Raises UserError where it says too little."""
     if not isinstance(table, Mapping):
         raise UserError(f"{what} = {table!r}: give a table with latency (s) and bandwidth (bytes/s each way)")
-    check_names(f"{what} has no key", table, ["latency", "bandwidth", "reached"], "Keys")
+    check_names(f"{what} has no key", table, [*LINKED, "reached"], "Keys")
     reached = _reached(table.get("reached", ()), f"{what}.reached")
-    keys = ("latency", "bandwidth")
-    values = {key: float(_number(table[key], key, f"{what}.{key}")) for key in keys if key in table}
-    if default is None and (missing := [key for key in keys if key not in values]):
+    values = {key: float(_number(table[key], key, f"{what}.{key}")) for key in LINKED if key in table}
+    if default is None and (missing := [key for key in LINKED if key not in values]):
         raise UserError(f"{what} = {dict(table)!r:.200}: give {' and '.join(missing)}, too")
     return Link(
-        **{**({} if default is None else {key: getattr(default, key) for key in keys}), **values}, reached=reached
+        **{**({} if default is None else {key: getattr(default, key) for key in LINKED}), **values}, reached=reached
     )
 
 
