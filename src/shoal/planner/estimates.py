@@ -11,7 +11,7 @@ from shoal.module.chosen_blocks import as_ranges, chosen_blocks
 from shoal.plan import Option, option_parameters
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, met, moved, updated
-from shoal.planner.held import Held, held, tied_elements
+from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
@@ -176,7 +176,7 @@ class Estimates(Timed):
         choice, counts, lane, deal, fullest = begun.choice, begun.counts, begun.lane, begun.deal, begun.fullest
         stages, slow = begun.stages, begun.slow
         spread, ranks, terms = choice.spread, choice.spread.stages, dict(begun.terms)
-        own, tied = self._own(spread, lane.stages, slow), tied_elements(self.prices, spread)
+        own, tied = self._own(spread, lane.stages, slow), self.tied(spread)
         number = deal.number
         window = sum(each.backward for each in stages[slow::ranks]), number * slowest(stages, ranks)[1]
         has = self._held(choice, lane, slow, counts, deal.most)
@@ -224,7 +224,7 @@ class Estimates(Timed):
         stays = choice.on_device
         device = {**self._stands(choice, rank), "activations": stays * kept + whole}
         own = self._own(choice.spread, lane.stages, rank)
-        return held(self.prices, choice, own, tied_elements(self.prices, choice.spread), device, (1 - stays) * kept)
+        return held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
 
     def _option(self, lane: Lane, counts: list[Counts]) -> Option:
         """The plan's `recompute`."""

@@ -158,9 +158,10 @@ def met(prices: Prices, choice: Choice) -> tuple[float, float]:
     spread, profile, cluster = choice.spread, prices.task.profile, prices.task.cluster
     if spread.stages == 1 or choice.schedule in THERE_AND_BACK:  # one rank has both
         return 0.0, 0.0
-    shared = min(profile.tied_trained.on(spread), max(part.trained.on(spread) for part in profile.parts))
-    if not (nbytes := prices.task.numbers.gradient * shared):
+    if not (shared := profile.tied_trained.on(spread)):
         return 0.0, 0.0
+    shared = min(shared, max(part.trained.on(spread) for part in profile.parts))
+    nbytes = prices.task.numbers.gradient * shared
     link = cluster.link(spread.stride("stages") * (spread.stages - 1), 2)
     # Replicas add them up with their own, in groups of twice as many: each has a part of what is more then.
     return link.seconds("all_reduce", nbytes / spread.replicas, 2), nbytes if spread.replicas == 1 else 0.0

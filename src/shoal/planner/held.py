@@ -13,6 +13,7 @@ from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.planner.costs import Prices, Sizes
 from shoal.planner.degrees import Spread
 from shoal.planner.task import Choice
+from shoal.planner.temporaries import Lives
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,11 @@ def resting(prices: Prices, choice: Choice, own: Sizes, tied: Tied) -> dict[str,
     }
 
 
-def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tied) -> dict[str, float]:
+def standing(
+    prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tied, lives: Lives[float]
+) -> dict[str, float]:
     """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations, which
-    wait on it, all of them or none. `last`: it has the last stage."""
+    wait on it, all of them or none. `last`: it has the last stage; `lives`: bytes of one row beside them."""
     spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
@@ -122,7 +125,7 @@ def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: Tie
         at_once = numbers.gradient * whole.waiting + loans * chunk
         most = numbers.gradient * (trained + experts) if gathers else math.inf  # else it is buffers that stay
         roles["gradients on loan"] = min(at_once, most)
-    above, beside, passing = (rows * each.on(spread) for each in prices.task.profile.lives)
+    above, beside, passing = (rows * each for each in lives)
     if not last:  # no loss, whose tensors are largest
         above = beside = min(passing, rows * whole.largest)
     elif not choice.on_device:  # nothing is hidden by what backward keeps elsewhere

@@ -11,13 +11,14 @@ from operator import mul
 from shoal.planner.costs import Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import agreed
-from shoal.planner.held import standing, tied_elements
+from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, policies_of, seconds_of
 from shoal.planner.once import once
 from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
 from shoal.planner.replicas import Dealt, Replicas, dealt, replicas_of
 from shoal.planner.task import Choice, Offload, Task
+from shoal.planner.temporaries import Lives
 
 
 class Timed:
@@ -55,6 +56,15 @@ class Timed:
         """The stages of a choice."""
         policies = self._policies[choice.compile and choice.recompute == "none"]
         return self._lane(choice.spread, choice.microbatch, choice.chunks, choice.compile, policies)
+
+    @once
+    def tied(self, spread: Spread) -> Tied:
+        """What parts of a rank share."""
+        return tied_elements(self.prices, spread)
+
+    @once
+    def _lives(self, spread: Spread) -> Lives[float]:
+        return Lives(*(each.on(spread) for each in self.task.profile.lives))
 
     @once
     def _own(self, spread: Spread, stages: int, rank: int) -> Sizes:
@@ -102,7 +112,7 @@ class Timed:
         own = self._own(spread, spread.stages * chunks, rank)
         if own.waiting and (self._meets(choice) or spread.copies == 1):  # a backward lends to its stage's chunks alone
             own = replace(own, waiting=0.0)
-        return standing(self.prices, choice, own, rank == spread.stages - 1, tied_elements(self.prices, spread))
+        return standing(self.prices, choice, own, rank == spread.stages - 1, self.tied(spread), self._lives(spread))
 
     @once
     def _plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:
