@@ -19,10 +19,11 @@ from shoal.planner.estimates import Estimates
 from shoal.planner.explain import explain, fits
 from shoal.planner.profile import Cut, Message, Profile
 from shoal.planner.search import Search
-from shoal.planner.task import Choice, Found, Task
+from shoal.planner.task import Choice, Found, Probed, Task
 from tests.planner.models import GIB, MIB, cluster, model, task
 
 EXAMPLES = 8
+FACTORS = (1, 1.0, 1.0, 1.0, 1.0), (4, 2.0, 1.5, 3.0, 0.5), (16, 1.1, 3.0, 1.2, 1.3)
 """Tasks that are drawn: 400 were, when this was written."""
 
 
@@ -86,7 +87,7 @@ def tasks(draw: st.DrawFn) -> Task:
         pins=pins,
         compiled=draw(st.booleans()),
         steps=draw(some([None, 1000])),
-        probed=draw(some([(), (), ((1, 1.0, 1.0), (4, 2.0, 1.5), (16, 1.1, 3.0))])),
+        probed=draw(some([(), (), tuple(Probed(*each) for each in FACTORS)])),
         schedules=draw(some([(("1f1b", 1),), (("1f1b", 1), ("interleaved", 2), ("zb1p", 1))])),
         exchanges=draw(some([("allreduce",), ("allreduce", "bf16")])),
     )

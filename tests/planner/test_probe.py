@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import World
-from shoal.planner import Subject, kept
+from shoal.planner import Subject, kept, running
 from shoal.planner import probe as module
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import between
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
-from shoal.planner.probe import Ran, probe, run_together
+from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import profile
+from shoal.planner.running import Ran
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Task
 from shoal.precision import precision
@@ -71,13 +73,47 @@ def cache(tmp_path, monkeypatch):
 def test_a_forward_that_waits_is_predicted_to_wait():
     subject, task = asked(Slow)
     probed = probe(subject, replace(task, cluster=replace(task.cluster, hosts=task.cluster.hosts[:1])))
-    ((rows, forward, _),) = probed.probed
+    ((rows, forward, *_),) = probed.probed
     assert rows == 2 and forward > 1
     prices = Search(probed).prices
     forward = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
     assert PAUSE <= forward / probed.cluster.hosts[0].device.crowd < 3 * PAUSE
     half = Search(probed).estimate(Choice(Spread(copies=1), 2)).terms["compute"]
     assert half > 32 * PAUSE, "of 64 rows"
+
+
+class Waits(nn.Module):
+    """A block that waits in its forward. `once`: a second one within a step fails."""
+
+    def __init__(self, once: bool = False) -> None:
+        super().__init__()
+        self.linear, self.once = nn.Linear(4, 4), once
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.once and torch._C._current_graph_task_id() >= 0:  # inside a backward
+            raise RuntimeError("not again, please")
+        time.sleep(1.05 * PAUSE)
+        return torch.tanh(self.linear(x))
+
+
+def of_blocks(once: bool = False) -> nn.Module:
+    return nn.Sequential(Waits(once), Waits(once), Waits(once))
+
+
+@pytest.mark.parametrize("way", ["selective", "full"])
+def test_blocks_that_are_computed_again_are_predicted_to_wait_again(way):
+    subject, task = asked(of_blocks)
+    known = probe(subject, replace(task, cluster=replace(task.cluster, hosts=task.cluster.hosts[:1])))
+    prices = Search(known).prices
+    again = sum(prices.again(place, Spread(), 2)[way][0] for place in range(len(prices.pieces)))
+    assert 2 * PAUSE < again / known.cluster.hosts[0].device.crowd < 9 * PAUSE, "three blocks"
+
+
+def test_what_cannot_be_computed_again_is_counted(caplog):
+    subject, task = asked(partial(of_blocks, True))
+    with caplog.at_level("INFO"):
+        ((_, forward, _, some, full),) = probe(subject, task).probed
+    assert some == full == forward > 1 and "not again, please" in caplog.text
 
 
 def test_what_runs_have_said_comes_on_top():
@@ -108,7 +144,7 @@ def test_it_is_run_once_while_nothing_changes(monkeypatch):
     first = probe(subject, task, "settings")
     ran = kept.read(next(key for key in kept._all() if key.startswith("ran")))
     assert ran is not None and ran["ran"][0][0] == 2
-    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(module, "run", lambda *_: pytest.fail("run again"))
     assert probe(subject, task, "settings") == first
 
 
@@ -117,12 +153,14 @@ def test_what_other_work_may_have_made_long_is_not_kept(monkeypatch):
     subject, task = asked(Slow)
     for seconds, again in ((10.0, True), (10.0, True), (1e-3, True), (1e-3, False)):
         runs = []
-        monkeypatch.setattr(module, "_run", lambda *_, took=seconds, runs=runs: runs.append(1) or (Ran(2, took, took),))
+        monkeypatch.setattr(
+            module, "run", lambda *_, took=seconds, runs=runs: runs.append(1) or (Ran(2, took, took, 0.0, 0.0),)
+        )
         assert probe(subject, task, "settings").probed and bool(runs) == again
 
 
 def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
-    monkeypatch.setattr(module, "ENOUGH", 1.0)
+    monkeypatch.setattr(running, "ENOUGH", 1.0)
 
     def without_statistics() -> nn.Module:
         made = Slow()
@@ -131,7 +169,7 @@ def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
 
     subject, task = asked(without_statistics, None)
     assert [rows for rows, *_ in probe(subject, task).probed] == [1, 4, 16, 64]
-    monkeypatch.setattr(module, "ENOUGH", PAUSE)
+    monkeypatch.setattr(running, "ENOUGH", PAUSE)
     assert [rows for rows, *_ in probe(subject, task).probed] == [1]
 
 
@@ -143,18 +181,18 @@ def test_a_part_of_a_microbatch_that_is_given_is_run_too(monkeypatch):
     subject, task = asked(Slow, 4)
     assert [rows for rows, *_ in probe(subject, task).probed] == [4], "what does not run is left out alone"
     subject, task = asked(Slow, 8)
-    monkeypatch.setattr(module, "ENOUGH", PAUSE)
+    monkeypatch.setattr(running, "ENOUGH", PAUSE)
     assert [rows for rows, *_ in probe(subject, task).probed] == [8]
 
 
 def test_of_a_slow_model_few_microbatches_are_run(monkeypatch):
     subject, task = asked(Slow)
-    took, timer = [], module._Timer._round
-    monkeypatch.setattr(module._Timer, "_round", lambda self, rows: took.append(rows) or timer(self, rows))
-    assert probe(subject, task).probed and took == [2] * (1 + module.ROUNDS)
+    took, timer = [], running._Timer._round
+    monkeypatch.setattr(running._Timer, "_round", lambda self, *rows: took.append(rows[0]) or timer(self, *rows))
+    assert probe(subject, task).probed and took == [2] * (1 + running.ROUNDS)
     took.clear()
-    monkeypatch.setattr(module, "LONGEST", PAUSE / 2)
-    ((_, forward, _),) = probe(subject, task).probed
+    monkeypatch.setattr(running, "LONGEST", PAUSE / 2)
+    ((_, forward, *_),) = probe(subject, task).probed
     assert took == [2, 2] and forward > 0
 
 
@@ -169,10 +207,10 @@ class SlowAtFirst(Slow):
 
 def test_a_slow_first_microbatch_is_none_that_is_timed(monkeypatch):
     """A ResNet whose first one took 2.7 s was predicted to take as long in each step."""
-    monkeypatch.setattr(module, "LONGEST", PAUSE)
+    monkeypatch.setattr(running, "LONGEST", PAUSE)
     rates = []
     for factory in (Slow, SlowAtFirst):
-        ((_, forward, _),) = probe(*asked(factory)).probed
+        ((_, forward, *_),) = probe(*asked(factory)).probed
         rates.append(forward)
     assert rates[1] < 5 * rates[0]
 
@@ -215,12 +253,12 @@ def test_ranks_that_share_cores_run_it_at_once_and_once(tmp_path):
     told = run_ranks(ran, 2, str(tmp_path), Slow)
     assert told[0] == told[1], "all ranks have the same"
     first, second = told[0]
-    ((rows, forward, backward),) = first
+    ((rows, forward, backward, *_),) = first
     assert second == first and rows == 2 and forward > PAUSE and backward > 0
     subject, task = asked(Slow)
     known = probe(subject, task, "settings")
     assert known.probed == probe(subject, task, together=first).probed, "what was kept is what is used"
-    ((_, factor, _),) = known.probed
+    ((_, factor, *_),) = known.probed
     prices = Search(task).prices
     counted = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
     assert forward == pytest.approx(factor * counted), "that ranks crowd each other is not counted twice"
@@ -233,7 +271,7 @@ def test_a_rank_that_cannot_run_it_keeps_nobody_waiting(tmp_path):
 def ran_large(world) -> tuple[Ran, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST_PARAMETERS", 27)  # of 28
-        patch.setattr(module, "_run", lambda *_: pytest.fail("run"))
+        patch.setattr(module, "run", lambda *_: pytest.fail("run"))
         return run_together(world, subject_of(Slow), 4, 2)
 
 

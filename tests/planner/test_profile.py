@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal import Plan
 from shoal.models import build, causal_lm, from_config
-from shoal.planner.computing import CROWDED, ON_CORES, Times, seconds_again
+from shoal.planner.computing import CROWDED, ON_CORES, counted_again
 from shoal.planner.degrees import Spread
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import WAYS, Cut, profile
@@ -77,13 +77,13 @@ def test_tensors_that_a_block_keeps_are_counted_as_autograd_packs_them():
 
 
 def test_each_tensor_that_is_kept_has_its_hook_where_a_block_runs_again():
-    asked, own = task(), part("block", 0.0, 0.0, 0.0)
+    asked, nothing = task(), Cut(0.0, {})
+    own = replace(part("block", 0.0, 0.0, 0.0), touched=nothing, calls=nothing)
     device = replace(asked.cluster.hosts[0].device, launch=1e-3, on_host=True)
 
     def again(tensors: float, crowd: float = 1.0) -> float:
         kept, on = replace(own, packed=Cut(tensors, {})), replace(device, crowd=crowd)
-        times = Times(0, 0, 0)
-        return seconds_again(kept, Spread(), 1, times, ON_CORES.selecting, on, asked.numbers, False)
+        return counted_again([kept], Spread(), 1, on, asked.numbers, False)[0]
 
     assert again(5) - again(2) == pytest.approx(3 * ON_CORES.selecting * 1e-3)
     assert again(0) == pytest.approx(ON_CORES.block * 1e-3)

@@ -95,20 +95,24 @@ def whole_model(parts: Sequence[PartProfile], rows: float, device: Device, numbe
     )
 
 
-def seconds_again(
-    part: PartProfile, spread: Spread, rows: float, times: Times, asked: float, device: Device, numbers: Numbers,
-    compiled: bool, there: float = 1.0, back: float = 1.0,
-) -> float:  # fmt: skip
-    """Seconds that a backward of `rows` rows takes longer where it computes `times` of a block again, each tensor kept
-    by which takes `asked` launches. On an accelerator what the device does and what the host launches are each summed
-    with the backward's own, of which the longer counts. `there`, `back`: how many times longer than counted a forward
-    and a backward work."""
-    again, called = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
-    hooks = (asked_of(device).block + asked * part.packed.on(spread)) * python_of(device)
-    if device.on_host:
-        return there * (again + called) + hooks
-    work, launched = _work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)
-    return max(back * work + there * again, launched + called + hooks) - max(back * work, launched)
+def counted_again(
+    blocks: Sequence[PartProfile], spread: Spread, rows: float, device: Device, numbers: Numbers, compiled: bool
+) -> tuple[float, float]:
+    """Seconds that a backward of `rows` rows takes longer where it computes some operations of `blocks` again, and all:
+    what `Times` there are, and hooks of each tensor that is kept. On an accelerator what the device does and what the
+    host launches are each summed with the backward's own, of which the longer counts."""
+
+    def again(part: PartProfile, times: Times, asked: float) -> float:
+        more, called = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
+        hooks = (asked_of(device).block + asked * part.packed.on(spread)) * python_of(device)
+        if device.on_host:
+            return more + called + hooks
+        work, launched = _work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)
+        return max(work + more, launched + called + hooks) - max(work, launched)
+
+    some = math.fsum(again(part, Times(0, 0, 1), asked_of(device).selecting) for part in blocks)
+    full = math.fsum(again(part, Times(1 - part.spared, 1, 1), asked_of(device).recalling) for part in blocks)
+    return some, full
 
 
 def _work_and_launches(

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 
 from shoal.planner.cluster import Device, Link, between
-from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, asked_of, seconds_again, seconds_of, whole_model
+from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, counted_again, seconds_of, whole_model
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.profile import Message, PartProfile
@@ -188,23 +188,17 @@ class Prices:
             how = times, self.slowest, self.task.numbers
             return math.fsum(seconds_of(each, spread, rows, *how, self.compiled and each.is_block) for each in own)
 
-        there, back = self._probed(own, spread, rows)
+        there, back, *_ = self._probed(own, spread, rows)
         backward = seconds(BACKWARD) + ((back - 1) * seconds(UNADDED) if back != 1 else 0.0)
         return there * seconds(FORWARD), self.slowest.backward * backward
 
     def _recompute(self, place: int, spread: Spread, rows: float) -> tuple[float, float]:
         """Seconds of computing the blocks of a piece again, some and all of them."""
-        own, device = self.pieces[place], self.slowest
+        own = self.pieces[place]
         blocks = [part for part in own if part.is_block]
-        there, back = self._probed(own, spread, rows)
-
-        def again(part: PartProfile, times: Times, asked: float) -> float:
-            how = device, self.task.numbers, self.compiled and part.is_block
-            return seconds_again(part, spread, rows, times, asked, *how, there, back)
-
-        some = math.fsum(again(part, Times(0, 0, 1), asked_of(device).selecting) for part in blocks)
-        full = math.fsum(again(part, Times(1 - part.spared, 1, 1), asked_of(device).recalling) for part in blocks)
-        return some, full
+        counted = counted_again(blocks, spread, rows, self.slowest, self.task.numbers, self.compiled)
+        _, _, some, full = self._probed(own, spread, rows)
+        return some * counted[0], full * counted[1]
 
     def _spend(self, place: int, spread: Spread, rows: float) -> Spent:
         sent = self._carried(self.pieces[place], spread, rows)
@@ -218,14 +212,14 @@ class Prices:
         carried = _summed((kind(message), seconds * message.repeated) for message, seconds in sent)
         return {"none": (0.0, ()), "selective": (some, carried), "full": (full, carried)}
 
-    def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: float) -> tuple[float, float]:
-        """How many times longer than counted forward and backward take, of as many rows as a rank has a share of."""
-        if not self.task.probed:
-            return 1.0, 1.0
+    def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: float) -> tuple[float, ...]:
+        """How many times longer than counted forward, backward and some and all of the blocks that are computed again
+        take, of as many rows as a rank has a share of."""
+        if not (probed := self.task.probed):
+            return (1.0,) * 4
         whole = math.fsum(part.products.value for part in own)
         share = math.fsum(part.products.on(spread) for part in own) / whole if whole else 1.0
-        forward, backward = ([(each[0], each[place]) for each in self.task.probed] for place in (1, 2))
-        return between(forward, share * rows), between(backward, share * rows)
+        return tuple(between([(each[0], each[place]) for each in probed], share * rows) for place in range(1, 5))
 
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
         """The messages of a forward that take time, and how much."""

@@ -110,7 +110,7 @@ def standing(
 ) -> dict[str, float]:
     """Bytes by role that a rank with the stages `whole` needs of its device at least, beside activations, which
     wait on it, all of them or none. `last`: it has the last stage; `lives`: bytes of one row beside them."""
-    spread, rows, numbers = choice.spread, choice.microbatch, prices.task.numbers
+    rows, numbers = choice.microbatch, prices.task.numbers
     roles = resting(prices, choice, whole, tied)
     if choice.offload:
         roles = dict.fromkeys(roles, 0.0)

@@ -9,58 +9,34 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from shoal.comm import World
 from shoal.comm.first import from_first
 from shoal.device import CPU, is_accelerator
 from shoal.module.build import without_values
-from shoal.module.random import host_draws
-from shoal.native.heap import keep_freed_memory
-from shoal.planner.computing import FORWARD, UNADDED, seconds_of
+from shoal.planner.computing import FORWARD, UNADDED, counted_again, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.kept import forget, keep, key_of, read, threads_of
 from shoal.planner.kept_profiles import name_of
 from shoal.planner.prepare import Subject
+from shoal.planner.running import TIMES, Alone, Ran, Together, run
 from shoal.planner.task import Probed, Task
-from shoal.training.loss import sums_of
 
 log = logging.getLogger(__name__)
 
 MOST_PARAMETERS = 3 * 10**7
-ENOUGH, TIMES = 0.3, 4
-"""Seconds of a forward and backward after which no others are tried, and how many times as many rows are tried next."""
-ROUNDS, LONGEST = 6, 2.0
-"""Microbatches of so many rows that are timed, and seconds after which no more are begun, but for the first of them:
-the one before, which warms up, may itself take so long."""
+LEAST = 0.25
+"""The least factor of what is computed again: it is the difference of two times."""
 BUSY, SHORT = 20.0, 0.1
 """How many times longer than counted, and how many seconds, a forward and backward take at most whose time is kept: on
 a machine with other work a model took 80 times as long. Of a short one Python alone may take a large part."""
-
-
-class Ran(NamedTuple):
-    """Seconds of a forward, and of a backward, of so many rows on a rank."""
-
-    rows: int
-    forward: float
-    backward: float
-
-
-class Timed(NamedTuple):
-    """Seconds of one forward and its backward."""
-
-    forward: float
-    backward: float
 
 
 def probe(subject: Subject, task: Task, settings: object = None, together: Sequence[Ran] = ()) -> Task:
@@ -83,7 +59,7 @@ def probe(subject: Subject, task: Task, settings: object = None, together: Seque
     ran = _known(key_with(1))
     if ran is None:
         log.info("running the model for a moment to time it, once a month")
-        ran = _run(subject, rows, threads, Alone())
+        ran = run(subject, rows, threads, Alone())
         _keep(key_with(1), ran)
     return replace(task, probed=_factors(ran, task, own.crowd * own.slower, key_with(1)))
 
@@ -111,7 +87,7 @@ def run_together(
     if told is not None:
         return tuple(Ran(*each) for each in told)
     log.info("running the model for a moment on all ranks to time it, once a month")
-    ran = _run(subject, tried, threads, Together(world))
+    ran = run(subject, tried, threads, Together(world))
     if world.rank == 0:
         _keep(key, ran)
     return ran
@@ -151,114 +127,26 @@ def _keep(key: str | None, ran: Sequence[Ran]) -> None:
         keep(key, {"ran": [tuple(each) for each in ran], "at": time.time()})
 
 
-class Alone:
-    """How a rank runs a model that no other one runs meanwhile."""
-
-    def goes_on(self, own: bool) -> bool:
-        """Whether another microbatch is run; `own`: what this rank alone would say."""
-        return own
-
-    def agreed(self, own: list[Timed] | None) -> list[list[Timed]]:
-        """The times of all who run, of each a list of its rounds; none where one has failed, which gives None."""
-        return [] if own is None else [own]
-
-
-class Together:
-    """How each of the ranks of a world runs it, all at once."""
-
-    def __init__(self, world: World) -> None:
-        self._everyone = world.everyone
-
-    def goes_on(self, own: bool) -> bool:
-        """What the first rank says, once all are there. A collective call."""
-        return bool(self._everyone.all_gather_object(own)[0])
-
-    def agreed(self, own: list[Timed] | None) -> list[list[Timed]]:
-        """See `Alone`. A collective call."""
-        every = self._everyone.all_gather_object(own)
-        return [] if None in every else [[Timed(*each) for each in rounds] for rounds in every]
-
-
-def _run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Together) -> tuple[Ran, ...]:
-    before, found, timed = torch.get_num_threads(), list[Ran](), _Timer(subject)
-    torch.set_num_threads(threads)
-    keep_freed_memory()  # as of a rank
-    try:
-        with torch.random.fork_rng(devices=[]), host_draws(0):
-            for number in rows:
-                if not (every := how.agreed(timed.rounds(number, how))):
-                    why = timed.error or "on another rank"
-                    log.info("the model does not run with %d rows, so what these take is counted: %s", number, why)
-                    break
-                found.append(_merged(number, every))
-                if found[-1].forward + found[-1].backward > ENOUGH / TIMES:
-                    break
-    finally:
-        torch.set_num_threads(before)
-    return tuple(found)
-
-
-class _Timer:
-    """Runs a model of its own. `error`: why it does not run; empty where it does."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject, self.error = subject, ""
-        self._module: torch.nn.Module | None = None
-
-    def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
-        """What each of ROUNDS microbatches of `rows` rows takes, or of as many as begin within LONGEST, after one that
-        warms up; None where one fails."""
-        began, taken = time.monotonic(), list[Timed]()
-
-        def may_begin() -> bool:
-            enough = len(taken) > ROUNDS or time.monotonic() - began > LONGEST
-            return not self.error and not (len(taken) > 1 and enough)
-
-        while how.goes_on(may_begin()):
-            if not self.error:  # the others may not have met it
-                try:
-                    taken.append(self._round(rows))
-                except Exception as error:  # somebody else's code, which may ask for other rows
-                    self.error = f"{type(error).__name__}: {error}"
-        return None if self.error else taken[1:]
-
-    def _round(self, rows: int) -> Timed:
-        if self._module is None:
-            own = deepcopy(self._subject.factory())  # may be the caller's own, to whom a forward is to do nothing
-            self._module = own.to(self._subject.precision.model).train()
-        given = {key: torch.stack([value] * rows) for key, value in self._subject.sample.items()}  # a loss may write
-        began = time.perf_counter()
-        sums = sums_of(self._subject.loss, self._module, given, ())
-        total = sum(sums.aux.values(), sums.total)
-        between = time.perf_counter()
-        total.backward()
-        ended = time.perf_counter()
-        self._module.zero_grad()
-        return Timed(between - began, ended - between)
-
-
-def _merged(rows: int, every: Sequence[Sequence[Timed]]) -> Ran:
-    """What all who ran took until the last of them was there, the median over rounds."""
-    together = zip(*every, strict=True)
-    whole = statistics.median(max(each.forward + each.backward for each in of_round) for of_round in together)
-    forward = statistics.mean(each.forward for rounds in every for each in rounds)
-    backward = statistics.mean(each.backward for rounds in every for each in rounds)
-    share = forward / (forward + backward)
-    return Ran(rows, share * whole, (1 - share) * whole)
-
-
 def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> tuple[Probed, ...]:
-    """How many times longer forward and backward took, by rows, than is counted of a device that was `slower` times
-    faster than the task's. Where other work may have made it so long, it is not kept under `key` any more."""
+    """How many times longer forward, backward and what is computed again took, by rows, than is counted of a device
+    that was `slower` times faster than the task's. Where other work may have made it so long, it is not kept under
+    `key` any more."""
     device, found, parts = task.cluster.hosts[0].device, list[Probed](), task.profile.parts
     for each in ran:
+        how = Spread(), each.rows
         forward, backward = (
-            sum(seconds_of(part, Spread(), each.rows, times, device, task.numbers, False) for part in parts) / slower
+            sum(seconds_of(part, *how, times, device, task.numbers, False) for part in parts) / slower
             for times in (FORWARD, UNADDED)
         )
-        found.append((each.rows, each.forward / forward, each.backward / backward))
+        factors = each.forward / forward, each.backward / backward
+        counted = counted_again([part for part in parts if part.is_block], *how, device, task.numbers, False)
+        again = (
+            max(LEAST, slower * took / own) if took and own else factors[0]
+            for took, own in zip((each.some, each.full), counted, strict=True)
+        )
+        found.append(Probed(each.rows, *factors, *again))
         if key is not None and max(SHORT, BUSY * (forward + backward)) < each.forward + each.backward:
-            log.info("the model took %g times what is counted: it is timed again the next time", max(found[-1][1:]))
+            log.info("the model took %g times what is counted: it is timed again the next time", max(factors))
             forget(key)
     return tuple(sorted(found))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,8 +70,17 @@ class Numbers:
     state: float
 
 
-Probed = tuple[int, float, float]
-"""Rows of a microbatch, and how many times longer than counted its forward and its backward take."""
+class Probed(NamedTuple):
+    """Rows of a microbatch, and how many times longer than counted its forward and its backward take, and what backward
+    computes again, of some operations of the blocks and of all."""
+
+    rows: int
+    forward: float
+    backward: float
+    some: float
+    full: float
+
+
 EXACT = "allreduce"
 """The exchange that changes nothing of what is computed."""
 
@@ -89,7 +98,7 @@ class Task:
     - `share`: of these, what estimates may fill: below 1 where dry runs have counted more than they (see confirm)
     - `recompute`, `schedules`: those that are tried
     - `exchanges`: algorithms by which replicas may agree, by name
-    - `probed`: how many times longer than counted forward and backward take, by the rows of a microbatch (see probe)
+    - `probed`: how many times longer than counted what a model computes takes, by the rows of a microbatch (see probe)
     - `compiled`: whether compiled blocks are tried beside those that run as they are written
     - `optimizer`: makes a small one of the kind used, by which some exchanges go
     """
