@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.pipeline import kept
 from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
-from shoal.planner.pipes import Pace, parted, schedule_named, simulated, slowest, under_way, waiting
+from shoal.planner.pipes import Crowd, Pace, parted, schedule_named, simulated, slowest, under_way, waiting
 from shoal.planner.search import Search
 from tests.planner.models import cluster, task
 
@@ -34,6 +34,14 @@ def test_four_ranks_on_two_cores_wait_half_as_long():
     assert waiting(6.0, 2.0, 4, 2.0) == 2
 
 
+def test_of_ranks_that_compute_while_others_wait_some_share_a_core():
+    """Two of four ranks on two cores are on one of them in a case of three; one, and three, leave no core idle."""
+    crowd = Crowd(2.0, 4)
+    assert [crowd.speed(each / 4) for each in (1, 2, 3, 4)] == pytest.approx([2, 5 / 3, 4 / 3, 1])
+    both = [Pace(1.0, 3.0), Pace(1.0, 3.0)]
+    assert simulated("1f1b", 2, 1, 1, both, 0.0, 2.0, per_host=4) == pytest.approx(8 / (5 / 3))
+
+
 def test_the_longest_stage_has_the_cores_of_those_that_are_done():
     """Each rank works for a second, then the first has eight left: at twice the speed these take four."""
     assert simulated("gpipe", 2, 1, 1, [Pace(9.0, 0.0), Pace(1.0, 0.0)], 0.0, 2.0) == pytest.approx(5)
@@ -47,14 +55,15 @@ def test_the_longest_stage_has_the_cores_of_those_that_are_done():
     ranks=st.integers(2, 4),
     microbatches=st.integers(1, 6),
     crowd=st.floats(1.0, 4.0),
+    replicas=st.integers(1, 4),
     data=st.data(),
 )
-def test_sharing_cores_never_takes_longer_and_no_work_is_spared(name, ranks, microbatches, crowd, data):
+def test_sharing_cores_never_takes_longer_and_no_work_is_spared(name, ranks, microbatches, crowd, replicas, data):
     schedule, chunks = name
     seconds = st.floats(0.1, 3.0)
     stages = [Pace(data.draw(seconds), data.draw(seconds)) for _ in range(ranks * chunks)]
     asked = schedule, ranks, microbatches, chunks, stages, 0.0
-    alone, shared = simulated(*asked), simulated(*asked, crowd)
+    alone, shared = simulated(*asked), simulated(*asked, crowd, ranks * replicas)
     work = microbatches * math.fsum(each.forward + each.backward for each in stages)
     assert max(work / ranks, alone / crowd) <= shared * (1 + 1e-9)
     assert shared <= alone * (1 + 1e-9)

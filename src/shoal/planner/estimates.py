@@ -256,7 +256,7 @@ class Estimates(Timed):
             wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
             terms["stages"] -= meets  # which follows the last action
-            terms = within(terms, simulated(*timed, self.prices.slowest.crowd))
+            terms = within(terms, simulated(*timed, self.prices.slowest.crowd, self.task.cluster.per_host))
             terms["stages"] += meets
         return replace(estimate, terms=terms, wire=wire, message=self.message(choice))
 

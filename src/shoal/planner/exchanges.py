@@ -85,11 +85,13 @@ GATHERED_FIRST = 0.1
 """The share of gathers that nothing hides: of the first chunk of a forward, and of a backward."""
 HOOKS = 4
 """Launches that the hooks of one gather take of a host's cores (chunks/gather)."""
-WATCHED, WATCHED_EACH, WATCHED_TENSOR, PAGED = 500, 1, 3, 1200
+WATCHED, WATCHED_EACH, WATCHED_TENSOR = 50, 1.4, 9
 """Launches that Python takes of a host's cores where weights are at home elsewhere: those of a microbatch, and of it
-for each operation, which saves something for backward, and for each parameter (chunks/gather, chunks/saved); and where
-the state lies on a disk, those of a step (optim/tiers/pager). Measured, on a GPT of 3M parameters and one of 0.4M, a
-Mixtral and a ResNet."""
+for each operation, which saves something for backward, and for each parameter (chunks/gather, chunks/saved). Measured,
+on GPTs of 1 to 8 layers of next to no width, Mixtrals of 1 to 4, and a ResNet."""
+PAGED, PAGED_TENSOR = 350, 12
+"""And where the state lies on a disk, those of a step, and of it for each parameter (optim/tiers/pager). Measured on
+the same."""
 STEP, STEP_TENSOR, STEP_STATISTICS, MICROBATCH = 60, 2.2, 10, 60
 """Launches that Python takes of a host's cores in a step of the engine, for each parameter that is trained, and for
 each layer whose statistics of batches replicas merge; and in each of its microbatches, beside a plain loop and the
@@ -148,7 +150,7 @@ def updated(prices: Prices, choice: Choice, own: Sizes, tied: Tied, has: Held) -
     if numbers.master and not device.on_host and choice.offload.disk is None:
         on_host = min(on_host, there + pages / cluster.to_host)  # both ways at once
     disk = 2 * has.paged * pages / cluster.disk if has.paged else 0.0
-    paging = PAGED * launching(device) if has.paged and device.on_host else 0.0
+    paging = (PAGED + PAGED_TENSOR * own.tensors) * launching(device) if has.paged and device.on_host else 0.0
     return has.stays * there + max((1 - has.stays) * on_host, disk) + paging
 
 

@@ -3,6 +3,7 @@ that ranks wait, from the real lists of actions."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -150,15 +151,16 @@ def simulated(
     stages: Sequence[Pace],
     message: float,
     crowd: float = 1.0,
+    per_host: int = 1,
 ) -> float:
     """Seconds of a step by event simulation of the schedule's own lists of actions. `stages`: seconds of each, while
-    all ranks compute; `crowd`: how many of these share a core."""
-    return _simulated(name, ranks, microbatches, chunks, tuple(stages), message, crowd)
+    all ranks compute; `crowd`: how many of these share a core, of `per_host` on a host."""
+    return _simulated(name, ranks, microbatches, chunks, tuple(stages), message, Crowd(crowd, per_host))
 
 
 @lru_cache(maxsize=4096)
 def _simulated(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: tuple[Pace, ...], message: float, crowd: float
+    name: str, ranks: int, microbatches: int, chunks: int, stages: tuple[Pace, ...], message: float, crowd: Crowd
 ) -> float:
     most = max(2, LARGE // (2 * ranks * chunks))
     few, more = max(ranks, most // 2), max(2 * ranks, most)
@@ -166,7 +168,7 @@ def _simulated(
 
     def run(number: int) -> float:
         schedule = schedule_named(name, ranks, number, chunks)
-        return simulate(schedule, costs).seconds if crowd == 1.0 else _crowded(schedule, costs, crowd)
+        return simulate(schedule, costs).seconds if crowd.share == 1.0 else _crowded(schedule, costs, crowd)
 
     if microbatches <= more:
         return run(microbatches)
@@ -187,9 +189,27 @@ def costs_of(stages: Sequence[Pace], message: float) -> Costs:
     return Costs(seconds, message)
 
 
-def _crowded(schedule: Schedule, costs: Costs, crowd: float) -> float:
-    """Seconds of a schedule whose ranks share cores, `crowd` of them one, in equal parts: while some wait, the others
-    run as many times faster, at most until each has a core of its own."""
+class Crowd(NamedTuple):
+    """How ranks share cores: `share` of them one, of `ranks` on a host."""
+
+    share: float
+    ranks: int
+
+    def speed(self, active: float) -> float:
+        """How many times faster than while all compute those do that are `active`, a share of the ranks, while the
+        others wait. A system leaves ranks on their cores for milliseconds, longer than they wait, so some cores stay
+        idle while others have two: as many as where each rank has its core by chance."""
+        number, left = active * self.ranks, (1 - active) * self.ranks
+        idle = 0.0  # the share of cores none of whose ranks compute
+        if left >= self.share:
+            logarithm = math.lgamma(self.ranks - self.share + 1) + math.lgamma(left + 1)
+            logarithm -= math.lgamma(left - self.share + 1) + math.lgamma(self.ranks + 1)
+            idle = math.exp(logarithm)
+        return min(self.share, (1 - idle) * self.ranks / number)
+
+
+def _crowded(schedule: Schedule, costs: Costs, crowd: Crowd) -> float:
+    """Seconds of a schedule whose ranks share cores in equal parts."""
     ends: dict[Action, float] = {}
     places = [0] * schedule.ranks
     under_way: dict[int, float] = {}  # by rank what is left of its action, at the speed while all compute
@@ -208,7 +228,7 @@ def _crowded(schedule: Schedule, costs: Costs, crowd: float) -> float:
                     under_way[rank] = costs.of(action)
                 else:
                     arrivals.append(start)
-        speed = min(crowd, schedule.ranks / max(1, len(under_way)))
+        speed = crowd.speed(max(1, len(under_way)) / schedule.ranks)
         first = min(under_way.values(), default=float("inf")) / speed
         step = min([first, *(start - now for start in arrivals)])
         now += step
