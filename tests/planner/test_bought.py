@@ -214,4 +214,17 @@ def test_experts_that_no_ranks_share_are_as_the_rest_of_a_model() -> None:
         plain, mixed = (Search(task(each)) for each in (model(), with_experts(model())))
         choice = Choice(Spread(copies=8), 2, zero=zero)
         one, other = plain.simulated(plain.estimate(choice)), mixed.simulated(mixed.estimate(choice))
-        assert (other.terms, other.memory) == (one.terms, one.memory)
+        assert (other.wire, other.memory) == (one.wire, one.memory)
+        assert {**other.terms, "copies": 0.0} == {**one.terms, "copies": 0.0}
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_gradients_of_stacked_experts_follow_a_backward_a_block_at_once(blocks) -> None:
+    """Those of the last block wait for all of it: of two blocks on a stage of a Mixtral nearly all was hidden."""
+    asked = task(with_experts(model(blocks)), replace(cluster(hosts=1, count=2), contention=0.0))
+    search, choice = Search(asked), Choice(Spread(copies=2), 8)
+    own = search._own(choice.spread, 1, 0)
+    seconds = asked.cluster.hosts[0].inside.seconds("all_reduce", 4 * own.trained, 2)
+    dense, mixed = (Search(replace(asked, profile=each)).estimate(choice).terms["copies"]
+                    for each in (model(blocks), asked.profile))  # fmt: skip
+    assert dense < seconds / (blocks + 2) <= mixed < seconds, "a block of as many, and two ends"

@@ -17,6 +17,7 @@ from shoal.planner.exchanges import (
     WATCHED,
     WATCHED_EACH,
 )
+from shoal.planner.profile import Cut
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Offload
 from shoal.planner.trace import Statistics
@@ -53,13 +54,14 @@ def test_on_an_accelerator_the_host_may_be_late_with_what_is_computed_again():
     asked, own = task(), replace(part("block", 0.0, 0.0, 0.0), tensors=2)
     own = replace(own, touched=replace(own.touched, value=asked.cluster.hosts[0].device.bandwidth))
     calls = own.calls.on(Spread())
+    own = replace(own, packed=Cut(3 * calls / ON_ACCELERATOR.recalling, {}))
 
     def again(launch: float) -> float:
         device = replace(asked.cluster.hosts[0].device, launch=launch, streams=1.0, on_host=False)
         return counted_again([own], Spread(), 1, device, asked.numbers, False)[1]
 
-    more = calls + ON_ACCELERATOR.block + ON_ACCELERATOR.recalling * own.packed.on(Spread())
-    launches = 2 * calls + 2 * ON_ACCELERATOR.hook + more  # of a backward, and of what is saved and computed again
+    more = calls + ON_ACCELERATOR.block + 3 * calls  # of what is computed again, and of hooks of what is saved
+    launches = 2 * calls + 2 * ON_ACCELERATOR.hook + more
     assert again(0.0) == pytest.approx(1)
     assert again(1 / launches) == pytest.approx(1), "the device has 3 s to do"
     assert again(4 / launches) == pytest.approx(2), "the host launches for 4 s where the backward alone takes 2"

@@ -15,7 +15,7 @@ from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
-from shoal.planner.pipes import Pace, of_ranks, passed_on, simulated, slowest
+from shoal.planner.pipes import Crowd, Pace, of_ranks, passed_on, simulated, slowest
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import Timed, timing
@@ -178,7 +178,8 @@ class Estimates(Timed):
         spread, ranks, terms = choice.spread, choice.spread.stages, dict(begun.terms)
         own, tied = self._own(spread, lane.stages, slow), self.tied(spread)
         number = deal.number
-        window = sum(each.backward for each in stages[slow::ranks]), number * slowest(stages, ranks)[1]
+        alone = Crowd(self.prices.slowest.crowd, self.task.cluster.per_host).speed(1 / ranks)  # the last to compute
+        window = sum(each.backward for each in stages[slow::ranks]) / alone, number * slowest(stages, ranks)[1]
         has = self._held(choice, lane, slow, counts, deal.most)
         terms["copies"], wire = exchanged(self.prices, choice, own, number, window, tied, has)
         for place in range(slow, len(stages), ranks) if lane.recomputes(counts) else ():

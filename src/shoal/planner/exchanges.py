@@ -70,7 +70,18 @@ def exchanged(
     waits += total * last + gathered * GATHERED_FIRST + (coding if device.on_host else 0.0)
     if passes and device.on_host:
         waits += often * sum(calls) * HOOKS * python_of(device)
-    return max(0.0, early - hidden) + waits, {"copies": wire}
+    at_once = 0.0 if sends.beside else _at_once(prices, own, total / again, cluster.overlap * window[0]) - total * last
+    return max(0.0, early - hidden, at_once) + waits, {"copies": wire}
+
+
+def _at_once(prices: Prices, own: Sizes, seconds: float, hidden: float) -> float:
+    """Of the `seconds` in which the gradients of a microbatch are exchanged, those that follow its backward, which can
+    hide so many, where a block has all of its gradients at once, as stacked experts do: those of the last block, and
+    what is left of the others. 0 for other models."""
+    if not own.trained or not any(part.experts.value for part in prices.task.profile.parts):
+        return 0.0
+    block = min(1.0, own.in_use / own.trained)
+    return max(block * seconds, seconds - (1 - block) * hidden)
 
 
 def sends_of(prices: Prices, choice: Choice) -> Sends:
