@@ -132,6 +132,41 @@ def test_a_recomputed_forward_drops_the_same():
     assert torch.equal(gradient(True), gradient(False))
 
 
+class Again(nn.Module):
+    """Checkpoints what its forward calls, so that its hooks do not run again in backward."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.linear, self.drop, self.reentrant = nn.Linear(8, 8), nn.Dropout(0.5), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return self.run(x)
+        return torch.utils.checkpoint.checkpoint(self.run, x, use_reentrant=self.reentrant)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.drop(self.linear(x)), 0.5).square()  # keeps what was drawn for backward
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_checkpoints_its_own_forward_drops_the_same_in_each_of_its_calls(reentrant):
+    x = torch.randn(4, 8)
+
+    def gradient(how: bool | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        net, randomness = nn.ModuleList([Again(how), Again(how)]), Randomness(0, CPU)
+        randomness.take_over(net)
+        randomness.begin(0, [0, 1, 2, 3])
+        with keyed_functional(randomness):
+            y = net[1](net[0](net[0](net[1](x.requires_grad_()))))
+            randomness.replay()
+            y.square().sum().backward()
+        return torch.stack([each.linear.weight.grad for each in net])
+
+    assert torch.equal(gradient(reentrant), gradient(None))
+
+
 @pytest.mark.fast
 def test_attention_with_dropout_inside_torch_modules_is_keyed_too():
     def run(ids: list[int]) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Replacements of `F.dropout` and `F.scaled_dot_product_attention` by keyed ones during a step, also inside torch's own
-modules."""
+modules, and inside what `torch.utils.checkpoint` runs again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.module.random.by_thread import OpenByThread
+from shoal.module.random.repeated import Again, Stand
 
 
 class Draws(Protocol):
@@ -24,6 +25,7 @@ class Draws(Protocol):
 
     def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor: ...
     def next_key(self) -> Tensor: ...
+    def again(self) -> Again: ...
 
 
 torch_dropout = F.dropout
@@ -40,12 +42,19 @@ class _Open(OpenByThread[Draws]):
     def __init__(self) -> None:
         super().__init__()
         self.attends = False
+        self._checkpoints = Stand(self._noted)
 
     def _give_way(self) -> None:
         F.dropout, F.scaled_dot_product_attention = _stand_ins
+        self._checkpoints.put()
 
     def _put_back(self) -> None:
         F.dropout, F.scaled_dot_product_attention = torch_dropout, torch_attention
+        self._checkpoints.remove()
+
+    def _noted(self) -> Again | None:
+        randomness = self.here()
+        return None if randomness is None or not randomness.keyed else randomness.again()
 
     def _look(self) -> None:
         self.attends = any(each.attend is not None for mine in self._by_thread.values() for each in mine)

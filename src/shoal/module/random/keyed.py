@@ -11,7 +11,7 @@ sample id); those from numpy and Python from generators seeded alike (see `host`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -26,6 +26,7 @@ from shoal.errors import UserError
 from shoal.models.moe import Router
 from shoal.module.random.functional import keyed_functional, torch_dropout
 from shoal.module.random.philox import SIGN, DropByKey, mix, name_key
+from shoal.module.random.repeated import Again
 from shoal.module.scripted import drawn_by, scripted_parts
 
 _FEW = 4
@@ -116,9 +117,10 @@ class Randomness:
         for layer, calls in zip(self._layers, forward.layers, strict=True):
             layer.forward_calls, layer.calls = calls, 0
 
-    def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a maker of contexts in which `module` repeats the draws of the forward that begins now."""
-        inside = set(module.modules())
+    def again(self, module: nn.Module | None = None) -> Again:
+        """Returns a maker of contexts in which `module`, or whatever runs, repeats the draws of the forward that begins
+        now."""
+        inside = set(self._layers if module is None else module.modules())
         layers = {layer: layer.calls for layer in self._layers if layer in inside}
         return partial(self._again, layers, dict(self._calls), (self.samples, self._first), self.module, self.active)
 
