@@ -539,3 +539,24 @@ def test_looking_at_a_model_counts_no_batches() -> None:
     module = build(Counts, 0).module
     cuts_of(module, 2, None)
     assert int(module.get_buffer("norm.num_batches_tracked")) == 0
+
+
+class Collecting(Counts):
+    """Hooks into its layers in its first forward, as models of transformers do, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_hooked = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.up.register_forward_hook(lambda *_: None)
+        self.is_hooked = True
+        return super().forward(ids)
+
+
+def test_looking_at_a_model_leaves_no_hooks() -> None:
+    """The first forward of training put them in once more, and all that they collect came twice."""
+    module = build(Collecting, 0).module
+    cuts_of(module, 2, None)
+    assert not module.get_submodule("up")._forward_hooks and not module.is_hooked

@@ -145,12 +145,17 @@ def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
     return found
 
 
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+          "_forward_pre_hooks_with_kwargs")  # fmt: skip
+"""Where modules keep hooks on their forwards. Models of `transformers` add theirs in their first one, and note that."""
+
+
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts back, behind the context, what a forward changes: attributes of modules, buffers, what parameters are bound
-    to, states of generators."""
+    """Puts back, behind the context, what a forward changes: attributes and hooks of modules, buffers, what parameters
+    are bound to, states of generators."""
     kept = [(each, dict(each.__dict__)) for each in module.modules()]
-    tables = ("_parameters", "_buffers", "_modules")
+    tables = ("_parameters", "_buffers", "_modules", *_HOOKS)
     with _disable_current_modes():  # of a real parameter fake tensors are made else, and left in its place
         bound = [(parameter, parameter.data) for parameter in module.parameters()]
     inner = [(each, {table: dict(each.__dict__[table]) for table in tables}) for each, _ in kept]
