@@ -430,6 +430,21 @@ def test_what_computes_otherwise_with_a_part_stays_whole():
         assert "up stays whole: the model gives other numbers with a part than whole" in layers
 
 
+def adapted_by_size() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = {**COHERE, "model_type": "llama", "hidden_size": 16}
+    adapters = peft.LoraConfig(r=4, target_modules=["up_proj"], use_dora=True, init_lora_weights=False)
+    return peft.get_peft_model(from_config(config)(), adapters)
+
+
+def test_a_module_that_is_given_others_is_confirmed_in_what_has_them():
+    """DoRA's, which calls the adapter's layers, was run by itself, with the model's own, which have no values."""
+    alone = simulate_world(1, trained, {}, None, adapted_by_size)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, adapted_by_size):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert any("up_proj.lora_A.default column 4 x 16 2 x 16" in row for row in rows_of(layers))
+
+
 # dims
 
 

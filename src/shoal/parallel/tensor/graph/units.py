@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.parallel.tensor.graph.confirm import Unit
 from shoal.parallel.tensor.graph.dims import Atom, Dim, leaves
@@ -39,7 +40,9 @@ def units_of(
         if not its:
             continue
         call = _around(end, [begin for begin, theirs in begins if theirs & its])
-        while call is not None and not all(map(is_one, (*_parted(call, roles).values(), *_results(call)))):
+        while call is not None and (
+            _takes_modules(call) or not all(map(is_one, (*_parted(call, roles).values(), *_results(call))))
+        ):
             call = call.above
         if call is None:
             continue
@@ -50,6 +53,11 @@ def units_of(
         found[id(call)] = Unit(call, takes, gives, judged)
         atoms[id(call)] = atoms.get(id(call), frozenset()) | its
     return [(unit, atoms[key]) for key, unit in found.items()]
+
+
+def _takes_modules(call: Call) -> bool:
+    """Returns whether a call is given modules: by itself it would run with those of the model, not with copies."""
+    return any(isinstance(each, nn.Module) for each in tree_leaves((call.args, call.kwargs)))
 
 
 def _parted(call: Call, roles: Roles) -> dict[int, Tensor]:
