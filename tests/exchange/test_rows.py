@@ -207,6 +207,10 @@ def test_embeddings_whose_gradients_are_had_by_rows():
     with as_rows(pairs):
         assert [each.sparse for each in found] == [True, False, True], "a hook may take a gradient for whole"
     model.padded.weight._backward_hooks.clear()
+    model.padded.weight.requires_grad_(False)
+    with as_rows(pairs):
+        assert [each.sparse for each in found] == [True, False, True], "an adapter looks up as the frozen one says"
+    model.padded.weight.requires_grad_(True)
     with pytest.raises(KeyError), as_rows(pairs):
         assert all(each.sparse for each in found)
         raise KeyError

@@ -43,8 +43,9 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch
 
 @contextmanager
 def as_rows(embeddings: Sequence[ByRows]) -> Iterator[None]:
-    """Gives `embeddings` gradients as rows inside the block, except where a weight has hooks by now."""
-    bare = [embedding for embedding, weight in embeddings if not is_hooked(weight)]
+    """Gives `embeddings` gradients as rows inside the block, except where a weight is frozen or has hooks by now: an
+    adapter on a frozen embedding looks tokens up in a weight of its own, as that embedding says."""
+    bare = [embedding for embedding, weight in embeddings if weight.requires_grad and not is_hooked(weight)]
     for embedding in bare:
         embedding.sparse = True
     try:
