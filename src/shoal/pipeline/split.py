@@ -64,10 +64,10 @@ class Split:
 
     def __init__(self, built: Built, units: Sequence[Unit], stages: Sequence[int], own: Collection[int]) -> None:
         self.module, self.units, self.stages = built.module, list(units), list(stages)
-        collects = install(built.module)
+        install(built.module)
         inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
         self._loose = {id(parameter) for parameter in built.module.parameters()} - inside
-        self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units, collects)
+        self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units)
         self._carried: list[Remembers] = []  # sent from earlier parts to later ones
         self._noted: list[Remembers] = []  # set for a microbatch before its forward
         self._forward: Forward | None = None
@@ -86,7 +86,7 @@ class Split:
         for index, (unit, stage) in enumerate(zip(units, stages, strict=True)):
             stand_in = StandIn(unit.module, partial(self._called, index), unit.name)
             self._stand_ins.append(stand_in)
-            hand_over(unit.module, stand_in, collects)
+            hand_over(unit.module, stand_in)
             if stage in own:
                 self._swapped += [(parent, key, unit.module, stand_in) for parent, key in places[index]]
                 continue
