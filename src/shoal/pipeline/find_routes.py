@@ -175,7 +175,8 @@ class _Look(Calls):
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self._check_not_apart(unit)
-        self.use((args, kwargs, [vars(each) for each in part.modules()]))  # a forward may put a tensor on a part
+        self.use([vars(each) for each in part.modules()])  # a forward may put a tensor on a part
+        self.use(_hidden((args, kwargs), set()))
         before = attributes(part)
         self.in_a_part = True
         with self.marks.paused():
@@ -228,6 +229,19 @@ def _why_not_given(part: str, leaf: Any) -> str:
         f"{part} gives a {type(leaf).__name__}, in which tensors are not found: let it give tensors, tuples, dicts, or "
         "a class that torch.utils._pytree.register_dataclass or register_pytree_node has made known"
     )
+
+
+def _hidden(values: Any, seen: set[int]) -> list[Tensor]:
+    """Returns the tensors in `values`, also those in objects that torch takes for constants, such as a cache of
+    keys and values. `seen`: ids of objects that have been looked into."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            found += _hidden(dict(vars(leaf)), seen)
+    return found
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -107,13 +107,13 @@ class Commit:
         )
         # In the order in which gradients come: the first is nearest to the cause.
         broken = self._of_all_owners([name for name in optimizer.known if not optimizer.grad(name).isfinite().all()])
+        known = self._of_all_owners(list(optimizer.known))
         weights = self._of_all_owners(
             [name for name, value in optimizer.masters().items() if not value.isfinite().all()]
         )
         broken.reverse()
         where = (
-            f"first parameter with a gradient that is not finite: {broken[0]} "
-            f"({len(broken)} of {sum(map(len, optimizer.members))})"
+            f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {len(known)})"
             if broken
             else "gradients are finite"
         )
