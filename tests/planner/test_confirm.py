@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,19 @@ class Tied(Checkpointed):
         self.blocks[3][0].weight = self.blocks[0][0].weight
 
 
+class TiedBeside(Tied):
+    """Has a parameter beside its blocks as well, which all stages share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return inputs + self.shift
+
+
 class Masked(Checkpointed):
     """Puts a parameter, and a row of features, where a mask says so, as SpecAugment and models with images do."""
 
@@ -119,7 +133,8 @@ def answered(
     sample = {"inputs": torch.zeros(16), "targets": torch.zeros(16)}
     adamw = partial(torch.optim.AdamW, lr=1e-3)
     given: dict[str, Any] = {"global_batch": 8, "microbatch": microbatch, "pins": pins, **others}
-    return auto_plan(model, squares, adamw, sample, world=world, cluster=TWO, **given)
+    cluster = replace(TWO, hosts=(replace(TWO.hosts[0], count=world.size),))
+    return auto_plan(model, squares, adamw, sample, world=world, cluster=cluster, **given)
 
 
 def asked(world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None) -> Plan:
@@ -134,6 +149,12 @@ def test_a_refusal_gives_each_reason_once() -> None:
     with pytest.raises(UserError, match=r"^auto_plan: no plan .*calls blocks.0.0 more than once") as refusal:
         simulate_world(2, asked, {"pp": 2})
     assert str(refusal.value).count("more than once") == 1
+
+
+def test_stages_that_share_weights_in_more_ways_than_a_rank_can_are_no_answer() -> None:
+    """The engine refused the plan that was given."""
+    with pytest.raises(UserError, match=r"weights are shared by the ranks \[\(0, 1, 2, 3\), \(0, 3\)\]"):
+        simulate_world(4, asked, {"pp": 4}, TiedBeside)
 
 
 def test_what_dry_runs_count_beside_is_a_share_of_what_a_rank_may_use() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Group, World
-from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.parallel.axis import Axis, together
 from shoal.parallel.layout import Layout
@@ -40,16 +39,8 @@ class PipelineParallel(Axis):
     @cached_property
     def tied(self) -> list[int]:
         """The indices along the axis of the ranks with which this one shares weights, its own among them; empty if it
-        shares none. Raises UserError, on every rank alike, where several sets of ranks share weights with one."""
-        sets = {tuple(places) for places in self.runner.tied.values()}
-        for place in range(self.size):
-            if len(several := sorted(each for each in sets if place in each)) > 1:
-                raise UserError(
-                    f"plan.pp: weights are shared by the ranks {several} of the pipeline, and each can be in one such "
-                    f"set: {sorted(self.runner.tied)}; name the stages by hand (plan.stages) so that these are the "
-                    "same ranks, or take plan.pp = 2"
-                )
-        return next((list(places) for places in sets if self.group.rank in places), [])
+        shares none."""
+        return next((places for places in self.runner.tied.values() if self.group.rank in places), [])
 
     @property
     def variants(self) -> Mapping[str, Group]:

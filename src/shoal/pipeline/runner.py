@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -44,11 +44,10 @@ class Runner:
         self.own = one.stages_of(group.rank)
         self.names = {stage: split.names(stage) for stage in self.own}
 
-    @property
+    @cached_property
     def tied(self) -> dict[str, list[int]]:
         """The weights that ranks of the pipeline share: name -> indices of the ranks that have them."""
-        places = {each.name: sorted({self._rank_of(stage) for stage in each.stages}) for each in self.split.tied}
-        return {name: having for name, having in places.items() if len(having) > 1}
+        return self.split.shared(self._rank_of)
 
     @property
     def flushes(self) -> bool:

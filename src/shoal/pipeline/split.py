@@ -115,6 +115,25 @@ class Split:
         own = {id(module) for unit in self.units for module in unit.module.modules()}
         return ((name, module) for name, module in self.module.named_modules() if id(module) not in own)
 
+    def shared(self, rank_of: Callable[[int], int]) -> dict[str, list[int]]:
+        """Returns the weights that ranks of the pipeline share: name -> indices of the ranks that have them.
+
+        rank_of: rank_of(stage) is the rank that has it
+
+        Raises UserError, on every rank alike, where several sets of ranks share weights with one.
+        """
+        places = {each.name: sorted({rank_of(stage) for stage in each.stages}) for each in self.tied}
+        found = {name: having for name, having in places.items() if len(having) > 1}
+        sets = {tuple(having) for having in found.values()}
+        for rank in sorted({rank for having in sets for rank in having}):
+            if len(several := sorted(each for each in sets if rank in each)) > 1:
+                raise UserError(
+                    f"plan.pp: weights are shared by the ranks {several} of the pipeline, and each can be in one such "
+                    f"set: {sorted(found)}; name the stages by hand (plan.stages) so that these are the same ranks, or "
+                    "take plan.pp = 2"
+                )
+        return found
+
     def follow(self, axes: Iterable[Axis]) -> None:
         """Brings the state of the other `axes` along with what travels between stages."""
         for axis in axes:

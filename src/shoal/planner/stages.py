@@ -45,6 +45,7 @@ class AllStages:
 
     def learn(self, forward: Callable[[], Tensor]) -> None:
         """What travels between all stages. UserError for a model that cannot be cut there."""
+        self._split.shared(self._schedule.rank_of)
         for stage in range(self._schedule.stages):
             with Called():
                 found = look(self._split, stage, self._routes, forward, CPU)
