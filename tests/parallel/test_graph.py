@@ -31,6 +31,9 @@ class Gate(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
 
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)  # and returns nothing, as some layers of timm
+
     def forward(self, x: Tensor) -> Tensor:
         gate, wide = self.up(x).chunk(2, -1)
         return x + self.down(F.silu(gate) * wide)

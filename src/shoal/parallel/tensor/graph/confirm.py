@@ -104,7 +104,8 @@ def _copy(module: nn.Module) -> nn.Module:
     """Returns a copy of a module that shares its tensors, and runs in evaluation mode."""
     tensors = (*module.parameters(), *module.buffers())
     copied = deepcopy(module, {id(each): each for each in tensors})
-    return copied.eval()
+    copied.eval()  # which one that has a `train` of its own need not return
+    return copied
 
 
 def _fill(module: nn.Module, draw: torch.Generator, dtype: torch.dtype) -> None:
