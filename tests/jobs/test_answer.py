@@ -45,6 +45,8 @@ memory = "1MB"  # so nothing goes there
 device = "h100"
 count = 1
 flops = { bf16 = 3e14 }
+bandwidth = 1e12
+launch = 1.5e-5  # of which the time of a small model consists
 """
 
 
