@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from shoal import lr
 from shoal.comm import World
@@ -585,6 +586,91 @@ def test_an_objective_leaves_a_layer_of_two_names_its_weights():
     weights = {name: value.detach().clone() for name, value in running.parameters.items()}
     torch.func.grad(running.objective(next(iter(running.batches(vectors())))))(weights)
     assert all(each is before for each, before in zip(running.module.parameters(), own, strict=True))
+
+
+class Block(nn.Module):
+    """Finds its weight, and a view of it without a gradient, by name, or where it keeps them besides."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.layer, self.place = nn.Linear(10, 10), place
+        self.found, self.view = [self.layer.weight], self.layer.weight.detach().t()
+        if place == "buffer":
+            self.register_buffer("seen", self.layer.weight.detach().t(), persistent=False)
+
+    def forward(self, x):
+        weight, seen = self.layer.weight, self.layer.weight.detach().t()
+        if self.place != "name":
+            weight, seen = self.found[0], self.seen if self.place == "buffer" else self.view
+        return self.layer(x).tanh() @ torch.cat([weight[:5], weight[5:]]) + x @ seen
+
+
+class Blocks(nn.Module):
+    def __init__(self, place: str, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(place), Block(place)]), nn.Linear(10, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.head(self.blocks[1](self.blocks[0](x)))
+        x = x.detach().requires_grad_()  # the reentrant one has gradients of weights only beside one of an input
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def with_decay(model, mb):
+    total, count = regression(model, mb)
+    return total + sum(each.square().sum() for each in model.parameters()), count
+
+
+def at_other_weights(model, loss, plan: Plan | None = None) -> list[torch.Tensor]:
+    """The loss and its gradients at weights that are not the engine's."""
+    running = Engine(model, loss, ADAMW, plan, global_batch=8, microbatch=4, precision="fp64")
+    with running.whole_weights():
+        weights = {name: 1.5 * value.detach().clone() for name, value in running.parameters.items()}
+    objective = running.objective(next(iter(running.batches(vectors()))))
+    for value in weights.values():
+        value.requires_grad_()
+    loss = objective(weights)
+    loss.backward()
+    running.close()
+    return [loss.detach(), *(value.grad for value in weights.values())]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (partial(Blocks, "list"), Plan()),
+        (partial(Blocks, "buffer"), Plan()),
+        (partial(Blocks, "list"), Plan(memory={})),
+        (partial(Blocks, "list"), Plan(recompute="full", compile="aot_eager")),
+        (partial(Blocks, "list", reentrant=False), Plan()),
+        (partial(Blocks, "name", reentrant=True), Plan()),
+    ],
+    ids=["list", "buffer", "memory", "recompute", "checkpoint", "reentrant"],
+)
+def test_an_objective_has_its_weights_wherever_the_model_has_them(model, plan):
+    """A list, or a forward that backward runs again, had the engine's own, silently."""
+    torch.testing.assert_close(
+        at_other_weights(model, regression, plan), at_other_weights(partial(Blocks, "name"), regression)
+    )
+
+
+def test_an_objective_has_its_weights_where_a_loss_asks_the_model_for_them():
+    running = Engine(lambda: nn.Linear(10, 3), with_decay, ADAMW, global_batch=8, precision="fp64")
+    weights = {name: 2 * value.detach() for name, value in running.parameters.items()}
+    batch = next(iter(running.batches(vectors())))
+    rows = batch.load(batch.ids)
+
+    def by_hand(weights):
+        output = F.linear(rows["inputs"].double(), weights["weight"], weights["bias"])
+        total, count = regression(lambda _: output, rows)
+        return (total + sum(each.square().sum() for each in weights.values())) / count
+
+    found = torch.func.grad_and_value(running.objective(batch))(weights)
+    torch.testing.assert_close(found, torch.func.grad_and_value(by_hand)(weights))
 
 
 def test_a_rank_without_a_microbatch_takes_part_in_derivatives():

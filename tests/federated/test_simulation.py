@@ -106,6 +106,17 @@ class Listed(nn.Module):
         return nn.functional.linear(self.first(x).tanh() + x @ self.found[1], self.found[0], self.last.bias)
 
 
+class Found(Listed):
+    """Finds the weight of its last layer in a list of its own, and no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.found[1]
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x).tanh(), self.found[0], self.last.bias)
+
+
 def with_numbers(model, mb):
     """A loss whose count is a plain number, with an auxiliary loss that has a weight."""
     total, _ = classification(model, mb)
@@ -117,7 +128,7 @@ def low():
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("model", [Grouped, Twice, Summed, low])
+@pytest.mark.parametrize("model", [Grouped, Twice, Summed, Found, low])
 def test_rounds_of_other_models_and_losses_are_those_of_a_plain_loop(model, together, monkeypatch):
     if not together:
         monkeypatch.setattr("shoal.federated.together.MOST_BYTES", 1)
@@ -176,8 +187,8 @@ class Partly(nn.Module):
         return self.last(x)
 
 
-def test_a_forward_that_has_a_weight_from_elsewhere_trains_clients_one_by_one():
-    """A trace of clients together held the first values of such a weight, and had no gradient of it."""
+def test_a_forward_that_has_a_view_of_a_weight_trains_clients_one_by_one():
+    """A trace of clients together held the first values of such a view."""
     sim = simulation(Federated(clients=4, local_steps=3), recipe(model=Listed))
     assert sim.why.startswith("its forward finds first.weight elsewhere than in its module")
     for number in (1, 2):

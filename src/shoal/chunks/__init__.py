@@ -1,6 +1,6 @@
 """Flat storage that parameters are permanent views of: the unit of memory, of communication and of movement."""
 
-from shoal.chunks.adopt import adopt, move
+from shoal.chunks.adopt import adopt, move, views_beside
 from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.buffer import Buffer, norms, sum_of_squares
 from shoal.chunks.chunk import Chunk
@@ -35,5 +35,6 @@ __all__ = [
     "search",
     "sum_of_squares",
     "value_of",
+    "views_beside",
     "weakly",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 
 import torch
@@ -225,6 +225,14 @@ def _view(parameter: nn.Parameter, offset: int, like: Tensor) -> Tensor:
         chunk.let_go()
     _seen.setdefault(parameter, []).append((weakref.ref(view), offset))
     return view
+
+
+def views_beside(parameter: nn.Parameter, given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the views, without a gradient, that a module has of `parameter` beside it, each with what the same part of
+    `given` is, another tensor of its shape."""
+    for reference, offset in _seen.get(parameter, ()):
+        if (view := reference()) is not None:
+            yield view, given.detach().contiguous().as_strided(view.shape, view.stride(), offset)
 
 
 def _within(parameter: nn.Parameter, offset: int, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Together:
         from torch.fx.experimental.proxy_tensor import make_fx  # which takes a second to import
 
         def objective(parameters: list[Tensor], mb: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            total, count, auxiliary = call_with(module, dict(zip(names, parameters, strict=True)), (mb,))
+            total, count, auxiliary = call_with(module, dict(zip(names, parameters, strict=True)), partial(module, mb))
             return mean_of(total, count) + auxiliary, (total, count.to(total.dtype))
 
         count_of, keys = len(names), list(self._tensors)
@@ -157,8 +158,8 @@ def reached(module: nn.Module, mb: Mapping[str, Tensor], parameters: Sequence[nn
 
 
 def constant_of(graph: GraphModule, trained: Mapping[str, nn.Parameter]) -> str | None:
-    """Returns which of the parameters `trained` a traced step has as a constant, itself or a view of it: a forward has
-    it from a list, or from a closure, and not by its name in a module, under which a client's own is put."""
+    """Returns which of the parameters `trained` a traced step has as a constant, such as a view of it: a forward has
+    that from a list, or from a closure, where no client's own is put."""
     held = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     places = {storage_of(each) for each in held if isinstance(each, Tensor) and each.layout == torch.strided}
     return next((name for name, each in trained.items() if storage_of(each) in places), None)

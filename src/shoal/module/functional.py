@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shoal.module.in_place import in_place
+
+T = TypeVar("T")
 Place = tuple[dict[str, Any], str, Any]
 """A table of a module, a key there, and what it has."""
 
 
 def call_with(
-    module: nn.Module, parameters: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Any:
-    """Calls `module` with `parameters` in place of its own, which it has again afterwards.
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    run: Callable[[], T],
+    others: Sequence[tuple[Tensor, Tensor]] = (),
+) -> T:
+    """Returns what `run` does, in which `module` has `parameters` in place of its own, wherever its code, or a loss,
+    has those from: the module, a list, a closure. `others`: further tensors, and what is in place of each.
 
     torch.func.functional_call alone (torch 2.13) leaves those that were given in a module that is registered under two
     names: it puts back what it found under the second one, after the first.
     """
-    own = weights_of(module)
+    named = module.named_parameters(remove_duplicate=False)
+    pairs = [*((own, parameters[name]) for name, own in named if name in parameters), *others]
+    tables = weights_of(module)
+    given = {f"module.{name}": value for name, value in parameters.items()}
     try:
-        return torch.func.functional_call(module, dict(parameters), tuple(args), dict(kwargs or {}))
+        around = _Around(module, in_place(pairs)(run))
+        return torch.func.functional_call(around, given, ())
     finally:
-        for table, key, value in own:
+        for table, key, value in tables:
             if dict.get(table, key) is not value:
                 dict.__setitem__(table, key, value)
+
+
+class _Around(nn.Module):
+    """A module whose forward is what `run` does with `module`."""
+
+    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.module, self._run = module, run
+
+    def forward(self) -> Any:
+        return self._run()
 
 
 def weights_of(module: nn.Module) -> list[Place]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shoal.chunks import views_beside
 from shoal.comm import Group
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.data import Batch
@@ -30,7 +30,10 @@ class Objective:
 
     def __call__(self, parameters: Mapping[str, Tensor]) -> Tensor:
         given, batch = {name: copy_to(value, self._groups[name]) for name, value in parameters.items()}, self._batch
-        forward = replace(self._forward, module=_Functional(self._forward.module, given))  # type: ignore[arg-type]
+        forward, module = self._forward, self._forward.module
+        own = [(each, given[name]) for name, each in module.named_parameters() if name in given]
+        views = [pair for each, value in own for pair in views_beside(each, value)]
+        given |= {name: value for name, buffer in module.named_buffers() for view, value in views if view is buffer}
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
         share = self._dealing.cut(batch.ids)
         number = share.most if self._dealing.lockstep else 1
@@ -42,20 +45,8 @@ class Objective:
                     forward.randomness.begin(batch.step, ids)
                 # a function leaves nothing behind
                 with forward.keyed(seeded=forward.is_keyed), forward.effects.of(counts=False):
-                    sums = forward.sums(forward.load(batch, ids))
+                    run = partial(forward.sums, forward.load(batch, ids))
+                    sums = call_with(module, given, run, views)
                 weight = float(counts)
                 total, count = total + weight * sums.total, count + weight * sums.count
         return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
-
-
-class _Functional:
-    """The module as a function of `parameters`, called like the module."""
-
-    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        self._module, self._parameters = module, dict(parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return call_with(self._module, self._parameters, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
