@@ -591,9 +591,9 @@ def test_an_objective_leaves_a_layer_of_two_names_its_weights():
 class Block(nn.Module):
     """Finds its weight, and a view of it without a gradient, by name, or where it keeps them besides."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, p: float) -> None:
         super().__init__()
-        self.layer, self.place = nn.Linear(10, 10), place
+        self.layer, self.place, self.p = nn.Linear(10, 10), place, p
         self.found, self.view = [self.layer.weight], self.layer.weight.detach().t()
         if place == "buffer":
             self.register_buffer("seen", self.layer.weight.detach().t(), persistent=False)
@@ -602,13 +602,14 @@ class Block(nn.Module):
         weight, seen = self.layer.weight, self.layer.weight.detach().t()
         if self.place != "name":
             weight, seen = self.found[0], self.seen if self.place == "buffer" else self.view
-        return self.layer(x).tanh() @ torch.cat([weight[:5], weight[5:]]) + x @ seen
+        dropped = F.dropout(self.layer(x).tanh(), self.p)
+        return dropped @ torch.cat([weight[:5], weight[5:]]) + x @ seen
 
 
 class Blocks(nn.Module):
-    def __init__(self, place: str, reentrant: bool | None = None) -> None:
+    def __init__(self, place: str, reentrant: bool | None = None, p: float = 0.0) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([Block(place), Block(place)]), nn.Linear(10, 3)
+        self.blocks, self.head = nn.ModuleList([Block(place, p), Block(place, p)]), nn.Linear(10, 3)
         self.reentrant = reentrant
 
     def forward(self, x):
@@ -656,6 +657,14 @@ def test_an_objective_has_its_weights_wherever_the_model_has_them(model, plan):
     torch.testing.assert_close(
         at_other_weights(model, regression, plan), at_other_weights(partial(Blocks, "name"), regression)
     )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_objective_drops_the_same_where_backward_runs_a_forward_again(reentrant):
+    """It has its weights there too: both are put around what torch.utils.checkpoint runs again."""
+    found, wanted = (at_other_weights(partial(Blocks, "name", each, 0.5), regression) for each in (reentrant, None))
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(wanted[0], at_other_weights(partial(Blocks, "name"), regression)[0])
 
 
 def test_an_objective_has_its_weights_where_a_loss_asks_the_model_for_them():

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.module.compiling import as_written
 from shoal.module.random.by_thread import OpenByThread
+from shoal.module.repeated import Again, forget, note
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
@@ -41,10 +39,14 @@ class _Open(OpenByThread[_InPlace]):
     """What is in place, for forwards of torch.utils.checkpoint, which backward runs again once it is no more."""
 
     def _give_way(self) -> None:
-        vars(torch.utils.checkpoint).update(_stand_ins)
+        note(_here)
 
     def _put_back(self) -> None:
-        vars(torch.utils.checkpoint).update(_torchs)
+        forget(_here)
+
+
+def _here() -> Again | None:
+    return None if (mode := _open.here()) is None else partial(_inside, mode)
 
 
 _open = _Open()
@@ -66,31 +68,3 @@ def _inside(mode: _InPlace) -> Iterator[None]:
             yield
     finally:
         _open.leave()
-
-
-def _again(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `run` for any time and thread, inside of what is in place now."""
-    if (mode := _open.here()) is None:
-        return run
-
-    @functools.wraps(run)
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with _inside(mode):
-            return run(*args, **kwargs)
-
-    return inside
-
-
-def _checkpoint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _torchs["_checkpoint_without_reentrant_generator"](_again(run), *args, **kwargs)
-
-
-def _reentrant(run: Callable[..., Any], *args: Any) -> Any:
-    return _torchs["CheckpointFunction"].apply(_again(run), *args)
-
-
-_stand_ins = {
-    "_checkpoint_without_reentrant_generator": _checkpoint,
-    "CheckpointFunction": SimpleNamespace(apply=_reentrant),
-}
-_torchs: dict[str, Any] = {name: getattr(torch.utils.checkpoint, name) for name in _stand_ins}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.module.random.by_thread import OpenByThread
-from shoal.module.random.repeated import Again, Stand
+from shoal.module.repeated import Again, forget, note
 
 
 class Draws(Protocol):
@@ -42,15 +42,14 @@ class _Open(OpenByThread[Draws]):
     def __init__(self) -> None:
         super().__init__()
         self.attends = False
-        self._checkpoints = Stand(self._noted)
 
     def _give_way(self) -> None:
         F.dropout, F.scaled_dot_product_attention = _stand_ins
-        self._checkpoints.put()
+        note(self._noted)
 
     def _put_back(self) -> None:
         F.dropout, F.scaled_dot_product_attention = torch_dropout, torch_attention
-        self._checkpoints.remove()
+        forget(self._noted)
 
     def _noted(self) -> Again | None:
         randomness = self.here()

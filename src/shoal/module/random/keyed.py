@@ -26,7 +26,7 @@ from shoal.errors import UserError
 from shoal.models.moe import Router
 from shoal.module.random.functional import keyed_functional, torch_dropout
 from shoal.module.random.philox import SIGN, DropByKey, mix, name_key
-from shoal.module.random.repeated import Again
+from shoal.module.repeated import Again
 from shoal.module.scripted import drawn_by, scripted_parts
 
 _FEW = 4
