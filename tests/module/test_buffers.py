@@ -221,6 +221,16 @@ def test_the_rule_of_a_buffer_is_what_its_operations_say():
     assert rules == {"mean": Rule(pytest.approx(0.81), 4), "hidden": Rule(0.5, 1)}
 
 
+def test_a_write_to_a_sum_that_a_buffer_is_in_is_none_to_the_buffer():
+    """A frozen norm behind a frozen layer, as in DETR's backbone: its result is changed in place, and goes on."""
+    shift = torch.ones(3)
+    with Affine({"shift": shift}) as affine:
+        x = torch.ones(2, 3) + shift.reshape(1, -1)
+        x += 1.0
+        x.relu()
+    assert affine.rules({"shift": shift}) == {}
+
+
 def compiled(world, plan: dict[str, int]) -> int:
     """How many graphs a model with a table among its buffers is compiled to, whose first forwards are observed."""
     torch._dynamo.utils.counters.clear()

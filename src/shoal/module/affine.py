@@ -116,7 +116,7 @@ class Affine(TorchDispatchMode):
 
     def _wrote(self, target: Tensor, func: Any, keep: float | None, forms: list[_Form]) -> None:
         storage, own = _storage(target), self._forms.get(_storage(target))
-        if own is not None:
+        if own is not None and storage == _storage(self._before[own.name][0]):  # not of a sum with the buffer in it
             self._written.add(own.name)
         name = own.name if own is not None else forms[0].name
         if keep is None or (own is not None and target.numel() != self._numel[name]):
