@@ -104,6 +104,11 @@ class Prices:
         return sum(part.tensors for part in self.task.profile.parts)
 
     @cached_property
+    def has_experts(self) -> bool:
+        """Whether parts have stacked experts that are trained."""
+        return any(part.experts.value for part in self.task.profile.parts)
+
+    @cached_property
     def side(self) -> float:
         """Side of a block's matrices, in elements, were they squares of one size; 1 where there are no blocks."""
         blocks = (part for part in self.task.profile.parts if part.is_block)

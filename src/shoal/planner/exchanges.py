@@ -75,10 +75,10 @@ def exchanged(
 
 
 def _at_once(prices: Prices, own: Sizes, seconds: float, hidden: float) -> float:
-    """Of the `seconds` in which the gradients of a microbatch are exchanged, those that follow its backward, which can
+    """Seconds of the exchange of a microbatch's gradients, which takes `seconds`, that follow its backward, which can
     hide so many, where a block has all of its gradients at once, as stacked experts do: those of the last block, and
     what is left of the others. 0 for other models."""
-    if not own.trained or not any(part.experts.value for part in prices.task.profile.parts):
+    if not own.trained or not prices.has_experts:
         return 0.0
     block = min(1.0, own.in_use / own.trained)
     return max(block * seconds, seconds - (1 - block) * hidden)

@@ -214,6 +214,7 @@ def _crowded(schedule: Schedule, costs: Costs, crowd: Crowd) -> float:
     places = [0] * schedule.ranks
     under_way: dict[int, float] = {}  # by rank what is left of its action, at the speed while all compute
     now, number = 0.0, sum(map(len, schedule.orders))
+    speeds = [crowd.speed(active / schedule.ranks) for active in range(1, 1 + schedule.ranks)]
     while len(ends) < number:
         arrivals = []
         for rank, order in enumerate(schedule.orders):
@@ -228,7 +229,7 @@ def _crowded(schedule: Schedule, costs: Costs, crowd: Crowd) -> float:
                     under_way[rank] = costs.of(action)
                 else:
                     arrivals.append(start)
-        speed = crowd.speed(max(1, len(under_way)) / schedule.ranks)
+        speed = speeds[max(1, len(under_way)) - 1]
         first = min(under_way.values(), default=float("inf")) / speed
         step = min([first, *(start - now for start in arrivals)])
         now += step

@@ -47,7 +47,7 @@ class Timed(NamedTuple):
 
     forward: float
     backward: float
-    ways: Sequence[float] = (0.0,) * len(WAYS)
+    ways: Sequence[float]
 
     @property
     def whole(self) -> float:
