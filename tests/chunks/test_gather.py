@@ -157,9 +157,9 @@ class Again(OtherWays):
         return first + self.layers[0](x) if self.rank else first
 
 
-def go_other_ways(world: World, model: type[OtherWays]) -> str:
+def go_other_ways(world: World, model: type[OtherWays], **plan) -> str:
     with pytest.raises(UserError) as failure:
-        train(world, 3, partial(model, world.rank), chunk_bytes=128)
+        train(world, 3, partial(model, world.rank), chunk_bytes=128, **plan)
     return str(failure.value)
 
 
@@ -168,7 +168,8 @@ def go_other_ways(world: World, model: type[OtherWays]) -> str:
     [(OtherWays, "weight is in "), (FurtherOn, "none, its backward begins"), (Again, "times in a pass")],
 )
 def test_ranks_that_need_different_weights_are_told(model, says):
-    for message in simulate_world(2, go_other_ways, model):
+    with_shared_memory = run_ranks(partial(go_other_ways, memory={"host": 1 << 30}), 2, model)
+    for message in (*simulate_world(2, go_other_ways, model), *with_shared_memory):
         assert "ranks need different weights" in message and says in message
         assert "plan.zero = 2 without plan.memory does not" in message
 

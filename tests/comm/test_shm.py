@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm import Group, World, shm_segment
+from shoal.comm.alike import gather_alike, meet_alike
 from shoal.comm.shm import Shared
+from shoal.comm.transport import Unlike
+from shoal.errors import LaunchError
 from tests.comm.operations import every_operation, expected
 from tests.pool import disposable_ranks, next_number, run_ranks
 
@@ -86,6 +89,39 @@ def test_bools_and_complex_numbers():
     some, all_ = [True, True, False], [True, False, False]
     for result in run_ranks(reduce_bools_and_complex, 2):
         assert result == [some, some, all_, all_, [1.5 + 3j, 4.5j]]
+
+
+def gather_with_numbers(world: World) -> list:
+    group = Group.of(make_shared(world), name="test")
+    mine = torch.full((3,), float(world.rank))
+    said: list = []
+    for unlike in (lambda: gather_alike(group, torch.empty(6), mine, 5 + world.rank, "w", "which"),
+                   lambda: gather_alike(group, torch.empty(2 + 2 * world.rank), torch.empty(1 + world.rank),
+                                        8 - world.rank, "w", "which"),
+                   lambda: (meet_alike(group, 3, "which") if world.rank
+                            else gather_alike(group, torch.empty(6), mine, 4, "w", "which"))):  # fmt: skip
+        with pytest.raises(Unlike) as failure:
+            unlike()
+        said.append(failure.value.numbers)
+    meet_alike(group, 3, "which")
+    out = torch.empty(6)
+    gather_alike(group, out, mine, 7, "w", "which")
+    said.append(out.tolist())
+    said.append(group.ledger.total(purpose="which").calls)
+    try:
+        gather_alike(group, out, mine, 7, "w", "which") if world.rank else group.all_gather(out, mine)
+    except LaunchError as error:
+        said.append("does not fit" in str(error))
+    group.close()
+    return said
+
+
+def test_gathers_whose_ranks_have_other_numbers_are_refused_and_the_group_goes_on():
+    for said in run_ranks(gather_with_numbers, 2):
+        assert said[:3] == [[5, 6], [8, 7], [4, 3]]
+        assert said[3] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+        assert said[4] == 5, "each is booked as it is asked"
+        assert said[5] is True, "one of them has no number"
 
 
 def in_allocated_memory(world: World) -> dict[str, bool]:

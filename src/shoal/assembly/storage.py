@@ -14,7 +14,7 @@ from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.executor import Pause
 from shoal.chunks.make import Keeping
-from shoal.chunks.shard import ALIKE, Shards, ask_alike
+from shoal.chunks.shard import ALIKE, Shards, ask_for_none
 from shoal.comm import Group, World
 from shoal.errors import UserError
 from shoal.exchange import Algorithm
@@ -167,4 +167,4 @@ def _smallest(group: Group, numbers: list[int]) -> list[int]:
 def _alike(groups: Sequence[Group], device: torch.device, pause: Pause) -> None:
     """Raises UserError where another rank of one of `groups` gathers weights that this one does not ask for."""
     for group in groups:
-        ask_alike(group, pause, "", device)
+        ask_for_none(group, pause, device)

@@ -12,6 +12,8 @@ Stretches are even, so a cut may go through a parameter:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor
 from shoal.chunks.allocate import Private
 from shoal.chunks.executor import Pause
 from shoal.comm import Group
+from shoal.comm.alike import gather_alike, meet_alike
+from shoal.comm.transport import Unlike
 from shoal.errors import UserError
 
 ALIKE = (
@@ -27,6 +31,9 @@ ALIKE = (
     "the same modules in the same order. plan.zero = 2 without plan.memory does not ask for that, nor does plan.memory "
     "without plan.zero"
 )
+
+ASKS = "which weights"
+"""The purpose of meetings of ranks that gather weights, or do not."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +145,15 @@ class Gathered:
         `index`, `name`: of the chunk and of a parameter in it, for the error if ranks ask for different chunks.
         """
         group = self.shards.group
-        alone = group.size == 1
-        if not alone:
-            ask_alike(group, index, name, whole.device)
-        if alone or own.device != whole.device:
+        if group.size == 1 or own.device != whole.device:
             own = whole[self.shards.stretch(whole.numel())].copy_(own, non_blocking=True)
-        if not alone:
+        if group.size == 1:
+            return
+        if whole.device.type != "cpu":  # there the host would have to wait
             group.all_gather(whole, own, purpose=f"weights {index}")
+            return
+        with _told(group, name, index):
+            gather_alike(group, whole, own, 1 + len(Pause) + index, f"weights {index}", ASKS)
 
     def share(self, whole: Tensor, own: Tensor, purpose: str) -> None:
         """Does nothing: the next `fill` brings the updated weights."""
@@ -153,20 +162,25 @@ class Gathered:
 Placement = Replicated | Sharded | Gathered
 
 
-def ask_alike(group: Group, wanted: int | Pause, name: str, device: torch.device) -> None:
-    """Raises UserError, on all ranks of `group`, which all call it, if they do not ask for the same weights on a CPU.
+def ask_for_none(group: Group, pause: Pause, device: torch.device) -> None:
+    """Raises UserError, on all ranks of `group`, if another one gathers weights on a CPU, or pauses for another
+    reason."""
+    if device.type == "cpu":
+        with _told(group):
+            meet_alike(group, 1 + list(Pause).index(pause), ASKS)
 
-    wanted: the index of a chunk, or why there is none now. name: of a parameter in it.
-    """
-    if device.type != "cpu":  # there the host would have to wait; here it takes a few microseconds
-        return
-    pauses = list(Pause)
-    mine = torch.tensor([float(wanted if isinstance(wanted, int) else -1 - pauses.index(wanted))])
-    asked = group.all_gather(torch.empty(group.size), mine, purpose="which weights")
-    if (asked != mine).any():
-        said = [str(int(each)) if each >= 0 else pauses[-1 - int(each)].value for each in asked]
-        where = f" ({name} is in {wanted})" if name else ""
+
+@contextmanager
+def _told(group: Group, name: str = "", index: int = 0) -> Iterator[None]:
+    """Says what ranks ask for that do not ask alike. `name`: of a parameter in the chunk `index`, for which this one
+    asks."""
+    try:
+        yield
+    except Unlike as unlike:
+        wants = [pause.value for pause in Pause]
+        said = [wants[each - 1] if each <= len(wants) else str(each - 1 - len(wants)) for each in unlike.numbers]
+        where = f" ({name} is in {index})" if name else ""
         raise UserError(
             f"ranks need different weights at the same time: of the chunks, the ranks of {group.name} ask for "
             f"{'; '.join(said)}{where}. {ALIKE}"
-        )
+        ) from None

@@ -79,7 +79,7 @@ class Group:
         """
         check_reduction(op, tensor.dtype)
         flat = flat_of(tensor)
-        self._run("all_reduce", purpose, flat, lambda t: t.all_reduce(flat, op))
+        self.run("all_reduce", purpose, flat, lambda t: t.all_reduce(flat, op))
         return write_back(tensor, flat)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, purpose: str = "", op: str = "sum") -> Tensor:
@@ -90,7 +90,7 @@ class Group:
         check_reduction(op, tensor.dtype)
         into, flat = flat_of(out), flat_of(tensor)
         check_fit("reduce_scatter", self.name, self.size, whole=flat, cut=into)
-        self._run("reduce_scatter", purpose, flat, lambda t: t.reduce_scatter(into, flat, op))
+        self.run("reduce_scatter", purpose, flat, lambda t: t.reduce_scatter(into, flat, op))
         return write_back(out, into)
 
     def all_gather(self, out: Tensor, tensor: Tensor, purpose: str = "") -> Tensor:
@@ -100,7 +100,7 @@ class Group:
         """
         into, flat = flat_of(out), flat_of(tensor)
         check_fit("all_gather", self.name, self.size, whole=into, cut=flat)
-        self._run("all_gather", purpose, into, lambda t: t.all_gather(into, flat))
+        self.run("all_gather", purpose, into, lambda t: t.all_gather(into, flat))
         return write_back(out, into)
 
     def all_to_all(
@@ -119,13 +119,13 @@ class Group:
         receives = splits_of("out_splits", into, out_splits, self.size)
         sends = splits_of("in_splits", flat, in_splits, self.size)
         wire = (flat.numel() - sends[self.rank]) * flat.element_size()
-        self._run("all_to_all", purpose, flat, lambda t: t.all_to_all(into, flat, receives, sends), wire=wire)
+        self.run("all_to_all", purpose, flat, lambda t: t.all_to_all(into, flat, receives, sends), wire=wire)
         return write_back(out, into)
 
     def broadcast(self, tensor: Tensor, src: int = 0, purpose: str = "") -> Tensor:
         """Copies the `tensor` of rank `src` to all ranks; returns it."""
         flat = flat_of(tensor)
-        self._run("broadcast", purpose, flat, lambda t: t.broadcast(flat, src), root=src)
+        self.run("broadcast", purpose, flat, lambda t: t.broadcast(flat, src), root=src)
         return write_back(tensor, flat)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int = 0, purpose: str = "") -> Tensor:
@@ -137,7 +137,7 @@ class Group:
         flat = None if tensor is None or self.rank != src else flat_of(tensor)
         if self.rank == src:
             check_fit("scatter", self.name, self.size, whole=flat, cut=into)
-        self._run("scatter", purpose, into, lambda t: t.scatter(into, flat, src), root=src, times=self.size)
+        self.run("scatter", purpose, into, lambda t: t.scatter(into, flat, src), root=src, times=self.size)
         return write_back(out, into)
 
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int = 0, purpose: str = "") -> Tensor | None:
@@ -149,25 +149,25 @@ class Group:
         into = None if out is None or self.rank != dst else flat_of(out)
         if self.rank == dst:
             check_fit("gather", self.name, self.size, whole=into, cut=flat)
-        self._run("gather", purpose, flat, lambda t: t.gather(into, flat, dst), root=dst, times=self.size)
+        self.run("gather", purpose, flat, lambda t: t.gather(into, flat, dst), root=dst, times=self.size)
         return out if out is None or into is None else write_back(out, into)
 
     def send(self, tensor: Tensor, dst: int, purpose: str = "") -> None:
         """Sends `tensor` to rank `dst`, which calls `recv`."""
         flat = flat_of(tensor)
-        self._run("send", purpose, flat, lambda t: t.send(flat, dst), wire=flat.nbytes, peer=dst)
+        self.run("send", purpose, flat, lambda t: t.send(flat, dst), wire=flat.nbytes, peer=dst)
 
     def recv(self, tensor: Tensor, src: int, purpose: str = "") -> Tensor:
         """Fills `tensor` with what rank `src` sends; returns it."""
         flat = flat_of(tensor)
-        self._run("recv", purpose, flat, lambda t: t.recv(flat, src), wire=0, peer=src)
+        self.run("recv", purpose, flat, lambda t: t.recv(flat, src), wire=0, peer=src)
         return write_back(tensor, flat)
 
     def exchange(self, out: Tensor, source: int, tensor: Tensor, target: int, purpose: str = "") -> Tensor:
         """Sends `tensor` to rank `target` while filling `out` from rank `source`; returns `out`."""
         into, flat = flat_of(out), flat_of(tensor)
         wire = flat.nbytes if target != self.rank else 0
-        self._run("exchange", purpose, flat, lambda t: t.exchange(into, source, flat, target), wire=wire, peer=source)
+        self.run("exchange", purpose, flat, lambda t: t.exchange(into, source, flat, target), wire=wire, peer=source)
         return write_back(out, into)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -188,7 +188,7 @@ class Group:
 
     def barrier(self) -> None:
         """Waits until every rank has come."""
-        self._run("barrier", "", torch.empty(0), lambda t: t.barrier())
+        self.run("barrier", "", torch.empty(0), lambda t: t.barrier())
 
     @in_one_turn
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -224,7 +224,7 @@ class Group:
         for transport in {id(each): each for each in self.transports.values()}.values():
             transport.close()
 
-    def _run(
+    def run(
         self,
         operation: str,
         purpose: str,

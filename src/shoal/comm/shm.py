@@ -22,6 +22,7 @@ from shoal.comm.shm_allocate import Allocations
 from shoal.comm.shm_reductions import reduction
 from shoal.comm.shm_segment import MOST_TEXT, meeting_in, open_segment
 from shoal.comm.shm_watch import FAILED, LEFT, Look, Watch
+from shoal.comm.transport import Unlike
 from shoal.comm.turns import Turns
 from shoal.native import library
 
@@ -110,6 +111,10 @@ class Shared:
         self._check(view, "reduce_scatter", result)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
+        self.all_gather_alike(out, flat, 0)
+
+    def all_gather_alike(self, out: Tensor, flat: Tensor, number: int) -> None:
+        """As `all_gather`; see `transport.Compares`."""
         self._fits(flat, out)
         bases, place = self._allocations.place(out)
         if place:
@@ -117,7 +122,13 @@ class Shared:
         else:
             bases, place = self._allocations.place(flat)
         view = self._usable()
-        result = self._c.shoal_shm_all_gather(view.address, out.data_ptr(), flat.data_ptr(), flat.nbytes, bases, place)
+        result = self._c.shoal_shm_all_gather(
+            view.address, out.data_ptr(), flat.data_ptr(), flat.nbytes, bases, place, number
+        )
+        if result < 0 and number:
+            numbers = [self._c.shoal_shm_number_of(view.address, rank) for rank in range(self.size)]
+            if all(numbers) and any(each != number for each in numbers):
+                raise Unlike(numbers)
         self._check(view, "all_gather", result)
 
     def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:

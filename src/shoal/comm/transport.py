@@ -74,6 +74,22 @@ class Transport(Protocol):
         """Closes the connections; no operation can follow."""
 
 
+class Unlike(Exception):
+    """Ranks do not have the same number. `numbers`: everybody's, in rank order."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(f"ranks have different numbers: {numbers}")
+        self.numbers = numbers
+
+
+class Compares(Transport, Protocol):
+    """A transport whose gathers compare numbers."""
+
+    def all_gather_alike(self, out: Tensor, flat: Tensor, number: int) -> None:
+        """As `all_gather`. Raises Unlike, on all ranks, where they do not have the same `number` (from 1), whatever
+        the sizes; then nothing is gathered, and the group goes on."""
+
+
 class NoSharedMemory:
     """A mix-in for transports whose ranks share no memory."""
 

@@ -23,6 +23,12 @@ void shoal_shm_open(struct shoal_shm *view, char *base, int64_t rank, int64_t si
     *view = (struct shoal_shm){(struct shoal_rank *)base, mail, slots, rank, size, 0, look};
 }
 
+/* The number on the card of `rank` at the meeting that this one has been at last. It stays there until this rank has
+ * been at another. */
+int64_t shoal_shm_number_of(const struct shoal_shm *shm, int64_t rank) {
+    return shm->ranks[rank].cards[shm->meetings % 2].number;
+}
+
 /* Tells those who wait for this rank that it will not come: `reason` is any number but 0. */
 void shoal_shm_stop(struct shoal_shm *shm, int64_t reason) {
     atomic_store_explicit(&shm->ranks[shm->rank].stopped, reason, memory_order_release);

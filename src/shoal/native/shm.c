@@ -6,7 +6,7 @@
  * share once more before meeting m + 1, is free again at m + 3.
  *
  * Every operation returns 0; or 1 + the rank for which `look` gave up waiting; or -1 - the rank that called another
- * operation, dtype, size or root. Bytes, dtypes and operations are trusted: Python checks them.
+ * operation, dtype, size, root or number. Bytes, dtypes and operations are trusted: Python checks them.
  *
  * `bases` and `place`: the tensor lies at bases[r] + offset on every rank r, in memory that all ranks have mapped
  * (shm_allocate.py). If all ranks say so at an operation's first meeting, they read each other's tensors in place.
@@ -59,7 +59,7 @@ static int64_t agree(struct shoal_shm *shm, const struct shoal_card *card, int *
         return late;
     for (int64_t rank = 0; rank < shm->size; rank++) {
         const struct shoal_card *other = &shm->ranks[rank].cards[shm->meetings % 2];
-        if (other->what != card->what || other->bytes != card->bytes)
+        if (other->what != card->what || other->bytes != card->bytes || other->number != card->number)
             return -1 - rank;
         same += other->place == card->place;
         somewhere += other->place != 0;
@@ -165,7 +165,7 @@ static int64_t reduce_small(struct shoal_shm *shm, char *flat, const struct shoa
 
 int64_t shoal_shm_all_reduce(struct shoal_shm *shm, char *flat, int64_t bytes, int64_t dtype, int64_t op,
                              char *const *bases, int64_t place) {
-    struct shoal_card card = {what(ALL_REDUCE, dtype, op, 0), bytes, place};
+    struct shoal_card card = {what(ALL_REDUCE, dtype, op, 0), bytes, place, 0};
     int shared;
     if (bytes <= SMALL)
         return reduce_small(shm, flat, &card, dtype, op);
@@ -189,7 +189,7 @@ int64_t shoal_shm_all_reduce(struct shoal_shm *shm, char *flat, int64_t bytes, i
 /* `bytes`: the size of `out`, this rank's cut of `flat`. */
 int64_t shoal_shm_reduce_scatter(struct shoal_shm *shm, char *out, char *flat, int64_t bytes, int64_t dtype, int64_t op,
                                  char *const *bases, int64_t place) {
-    struct shoal_card card = {what(REDUCE_SCATTER, dtype, op, 0), bytes, place};
+    struct shoal_card card = {what(REDUCE_SCATTER, dtype, op, 0), bytes, place, 0};
     int64_t row = row_bytes(shm), mine = shm->rank * bytes;
     int shared;
     int64_t failed = begin(shm, &card, hand_rows, &(struct piece){flat, least(bytes, row), bytes}, &shared);
@@ -249,8 +249,8 @@ static int64_t gather_in_place(struct shoal_shm *shm, char *out, const char *fla
 
 /* `bytes`: the size of `flat`. `place`: where `out` lies, with OF_OUT, or where `flat` lies. */
 int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat, int64_t bytes, char *const *bases,
-                             int64_t place) {
-    struct shoal_card card = {what(ALL_GATHER, 0, 0, 0), bytes, place};
+                             int64_t place, int64_t number) {
+    struct shoal_card card = {what(ALL_GATHER, 0, 0, 0), bytes, place, number};
     char *mine = out + shm->rank * bytes;
     int64_t whole = bytes * shm->size;
     int shared;
@@ -280,11 +280,11 @@ int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat,
 
 int64_t shoal_shm_barrier(struct shoal_shm *shm) {
     int shared;
-    return agree(shm, &(struct shoal_card){BARRIER, 0, 0}, &shared);
+    return agree(shm, &(struct shoal_card){BARRIER, 0, 0, 0}, &shared);
 }
 
 int64_t shoal_shm_broadcast(struct shoal_shm *shm, char *flat, int64_t bytes, int64_t root) {
-    struct shoal_card card = {what(BROADCAST, 0, 0, root), bytes, 0};
+    struct shoal_card card = {what(BROADCAST, 0, 0, root), bytes, 0, 0};
     int shared;
     for (int64_t start = 0; start < bytes || start == 0; start += SLOT) {
         int64_t length = least(bytes - start, SLOT);

@@ -6,10 +6,10 @@
  * Sets `go_on` to 1 to wait on. */
 typedef void (*shoal_look)(int64_t late, int64_t waited_ns, int64_t stopped, int64_t *go_on);
 
-/* What a rank posts at a meeting: the operation, its bytes, and where in allocated memory the tensor lies (0:
- * nowhere). */
+/* What a rank posts at a meeting: the operation, its bytes, where in allocated memory the tensor lies (0: nowhere), and
+ * a number that must be the same on all ranks. */
 struct shoal_card {
-    int64_t what, bytes, place;
+    int64_t what, bytes, place, number;
 };
 
 /* The cache lines of a rank: all ranks read the first at every meeting. Cards alternate, since one may be read while
