@@ -31,8 +31,9 @@ from shoal.planner.task import Estimate, Task
 from shoal.precision import precision
 
 RANKS, SEQUENCE, SIDE = 4, 64, 16
-SETTLE = 1
-"""Untimed steps at the start of a turn, beside those of the engine's first run."""
+SETTLE = 8
+"""Untimed steps at the start of a turn, beside the first: an engine compares the values of weights in its 1st, 2nd, 4th
+and 8th (training/intact), which takes longer."""
 ADAMW = partial(torch.optim.AdamW, lr=3e-4, fused=True)
 
 

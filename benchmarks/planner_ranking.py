@@ -10,8 +10,8 @@ round the ranks measure anew what the planner goes by (rates, links, the model i
 takes twice as long in one minute as in the next; a plan that comes first by that and was not among them joins. A plan's
 figures are medians over its rounds: of the median step, and of what is predicted. Each set is also judged under a
 budget of memory, by the plans that fit half of what the largest one needs. By how much the step of the chosen is off is
-the median over `--pairs` pairs of a measurement of what the planner goes by and a turn of that plan. `--seconds` is
-divided among the sets: rounds that do not fit are left out, but for two.
+the median over `--pairs` turns of that plan, each beside what is predicted from measurements right before and right
+after it. `--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
 
 A set that was run replaces that of the record, results/planner_ranking.json; the others stay, so it may be run in
 pieces. Two predictions are judged: that of the measured rates, and that after one comparison, in which the plain
@@ -136,13 +136,20 @@ def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], plans
 
 
 def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps: int) -> list[float]:
-    """By which share of it the step of a plan is off what is predicted right before it, one after the other."""
-    off = []
-    for _ in range(pairs):
+    """By which share of it the step of a plan is off what is predicted right before and right after it, the mean of
+    both, one pair after the other."""
+
+    def predicted() -> Estimate:
         search = Search(replace(asked(name, group)[0], recompute=(choice.recompute,)))
-        found = search.simulated(search.estimate(choice))
-        plan = found.choice.plan(MODELS[name].pins).to_dict()
-        off.append(1e3 * found.seconds / step_of(group.call(partial(run, name, plan, choice.microbatch, steps))) - 1)
+        return search.simulated(search.estimate(choice))
+
+    off, before = [], predicted()
+    for _ in range(pairs):
+        plan = before.choice.plan(MODELS[name].pins).to_dict()
+        taken = step_of(group.call(partial(run, name, plan, choice.microbatch, steps)))
+        after = predicted()
+        off.append(1e3 * (before.seconds + after.seconds) / 2 / taken - 1)
+        before = after
     return off
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shoal.comm import Group, World, shm_segment
 from shoal.comm.alike import gather_alike, meet_alike
+from shoal.comm.emulate import Throttled
 from shoal.comm.shm import Shared
 from shoal.comm.transport import Unlike
 from shoal.errors import LaunchError
@@ -91,8 +92,9 @@ def test_bools_and_complex_numbers():
         assert result == [some, some, all_, all_, [1.5 + 3j, 4.5j]]
 
 
-def gather_with_numbers(world: World) -> list:
-    group = Group.of(make_shared(world), name="test")
+def gather_with_numbers(world: World, is_slow: bool) -> list:
+    shared = make_shared(world)
+    group = Group.of(Throttled(shared, 1e12) if is_slow else shared, name="test")
     mine = torch.full((3,), float(world.rank))
     said: list = []
     for unlike in (lambda: gather_alike(group, torch.empty(6), mine, 5 + world.rank, "w", "which"),
@@ -116,8 +118,9 @@ def gather_with_numbers(world: World) -> list:
     return said
 
 
-def test_gathers_whose_ranks_have_other_numbers_are_refused_and_the_group_goes_on():
-    for said in run_ranks(gather_with_numbers, 2):
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_gathers_whose_ranks_have_other_numbers_are_refused_and_the_group_goes_on(is_slow):
+    for said in run_ranks(gather_with_numbers, 2, is_slow):
         assert said[:3] == [[5, 6], [8, 7], [4, 3]]
         assert said[3] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
         assert said[4] == 5, "each is booked as it is asked"

@@ -18,11 +18,10 @@ from shoal.device import kind_of
 
 
 def gather_alike(group: Group, out: Tensor, tensor: Tensor, number: int, purpose: str, asks: str) -> None:
-    """Fills `out` with every rank's `tensor` in rank order, as `Group.all_gather` does. Raises Unlike before that, on all
-    ranks, where they have not come with the same `number`, 1 to 2**31 - 1. `asks`: what is asked, for the ledger, which
-    books it as a gather of its own."""
-    transport = group.transports[kind_of(out.device)]
-    if not hasattr(transport, "all_gather_alike"):
+    """Fills `out` with every rank's `tensor` in rank order, as `Group.all_gather` does. Raises Unlike before that, on
+    all ranks, where they have not come with the same `number`, 1 to 2**31 - 1. `asks`: what is asked, for the ledger,
+    which books it as a gather of its own."""
+    if not getattr(group.transports[kind_of(out.device)], "compares", False):
         meet_alike(group, number, asks)
         group.all_gather(out, tensor, purpose)
         return
@@ -38,7 +37,7 @@ def meet_alike(group: Group, number: int, asks: str) -> None:
     """Raises Unlike, on all ranks, where they have not come with the same `number`, here or in `gather_alike`."""
     mine = torch.tensor([number], dtype=torch.int32)
     numbers = mine.new_empty(group.size)
-    if hasattr(group.transports["cpu"], "all_gather_alike"):
+    if getattr(group.transports["cpu"], "compares", False):
         group.run("all_gather", asks, numbers, lambda t: cast("Compares", t).all_gather_alike(numbers, mine, number))
         return
     group.all_gather(numbers, mine, asks)

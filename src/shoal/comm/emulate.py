@@ -11,14 +11,14 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.comm.reductions import COMBINE, finish
-from shoal.comm.transport import NoSharedMemory, Transport, sent_bytes
+from shoal.comm.transport import Compares, NoSharedMemory, Transport, sent_bytes
 from shoal.device import finish_all, record_use
 
 Result = TypeVar("Result")
@@ -176,6 +176,14 @@ class Throttled:
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
         self._delay("all_gather", out, messages=self.size - 1)
         self._transport.all_gather(out, flat)
+
+    @property
+    def compares(self) -> bool:
+        return getattr(self._transport, "compares", False)
+
+    def all_gather_alike(self, out: Tensor, flat: Tensor, number: int) -> None:
+        self._delay("all_gather", out, messages=self.size - 1)
+        cast("Compares", self._transport).all_gather_alike(out, flat, number)
 
     def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
         self._pass((flat.numel() - in_splits[self.rank]) * flat.element_size())

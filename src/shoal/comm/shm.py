@@ -41,6 +41,7 @@ class Shared:
     """
 
     carrier = "shared memory"
+    compares = True
 
     def __init__(self, view: _View, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

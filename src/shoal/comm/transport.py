@@ -83,7 +83,11 @@ class Unlike(Exception):
 
 
 class Compares(Transport, Protocol):
-    """A transport whose gathers compare numbers."""
+    """A transport whose gathers may compare numbers: `compares`."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether they do. Other transports have no such attribute."""
 
     def all_gather_alike(self, out: Tensor, flat: Tensor, number: int) -> None:
         """As `all_gather`. Raises Unlike, on all ranks, where they do not have the same `number` (from 1), whatever

@@ -56,22 +56,34 @@ def exchanged(
     if together < ranks and choice.zero:  # copies of the state agree on their parts
         total += link.seconds("all_reduce", reduced / together, ranks // together, calls[0])
         wire += reduced / together
-    gathered = 0.0
+    gathered = paused = 0.0
     often = has.times(number) + has.stays  # what lies on the device is gathered once, when it was updated
     if passes:
         inner = cluster.link(stride, together)
         nbytes = often * numbers.weight * (weights + experts)
         gathered = inner.seconds("all_gather", nbytes, together, often * sum(calls))
+        paused = _asked(prices, inner, together, stride * together, (often * sum(calls), number))
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes or sends.beside else window[0])
     last = 0.0 if sends.beside else REDUCED_AT_ONCE
     early = total * (1 - last) + gathered + (0.0 if device.on_host else coding)
     waits = cluster.contention * min(early, hidden)
-    waits += total * last + gathered * GATHERED_FIRST + (coding if device.on_host else 0.0)
+    waits += total * last + gathered * GATHERED_FIRST + paused + (coding if device.on_host else 0.0)
     if passes and device.on_host:
         waits += often * sum(calls) * HOOKS * python_of(device)
     at_once = 0.0 if sends.beside else _at_once(prices, own, total / again, cluster.overlap * window[0]) - total * last
     return max(0.0, early - hidden, at_once) + waits, {"copies": wire}
+
+
+def _asked(prices: Prices, link: Link, ranks: int, span: int, often: tuple[float, int]) -> float:
+    """Seconds in which ranks on cores hear whether the others gather the same weights (chunks/shard): before each
+    backward, at the end of a step, and, where memory that all share does not tell them (comm/alike), for each gather.
+    `span`: the ranks from the first to the last of these; `often`: gathers, and microbatches of a step."""
+    if not prices.slowest.on_host:
+        return 0.0
+    gathers, number = often
+    across = prices.task.cluster.per_host % span != 0
+    return link.seconds("all_gather", 0, ranks, number + 1 + across * gathers)
 
 
 def _at_once(prices: Prices, own: Sizes, seconds: float, hidden: float) -> float:
