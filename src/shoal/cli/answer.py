@@ -17,7 +17,6 @@ from rich.table import Table
 from shoal import units
 from shoal.cli.answer_stages import shares_said, stage_table
 from shoal.cli.layer_table import layer_lines
-from shoal.cli.memory_table import spoken
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
 from shoal.jobs.auto import Asked, ask
@@ -27,6 +26,7 @@ from shoal.planner.explain import NEAR, Explanation, explain, why_not
 from shoal.planner.profile import NOT_ASKED
 from shoal.planner.replicable import not_replicated
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
+from shoal.toml import toml_fields, toml_key, toml_value
 
 WAYS = {
     "parts": "tensor parallelism",
@@ -85,7 +85,7 @@ def money(text: str) -> tuple[float, str]:
 def toml(chosen: Chosen) -> str:
     """The plan as a job file has it."""
     plan, train = chosen.plan.to_dict(), chosen.settled.job.train
-    written = [f"{key} = {spoken({key: value}).partition(' = ')[2]}" for key, value in plan.items()] or ["dp = 1"]
+    written = [f"{toml_key(key)} = {toml_value(value)}" for key, value in plan.items()] or ["dp = 1"]
     return "\n".join(
         ["[plan]", *written, "", "[train]", f"microbatch = {train.microbatch or chosen.estimate.choice.microbatch}"]
     )
@@ -201,7 +201,7 @@ def shown(told: Explanation) -> int:
 def _other(chosen: Chosen, other: Estimate) -> str:
     """The plan of another candidate in one line, without the placements, which it has alike."""
     plan = other.choice.plan(chosen.task.pins).to_dict()
-    return spoken({key: value for key, value in plan.items() if key != "placements"}) or "one rank"
+    return toml_fields({key: value for key, value in plan.items() if key != "placements"}) or "one rank"
 
 
 def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:

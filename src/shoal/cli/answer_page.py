@@ -25,7 +25,6 @@ from shoal.cli.answer_drawing import (
     upward,
     waterfall,
 )
-from shoal.cli.memory_table import spoken
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
 from shoal.mesh import ALONG, AXES, Mesh
@@ -34,6 +33,7 @@ from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 from shoal.report.replace import replace_text
+from shoal.toml import toml_fields
 
 MOST_RANKS, MOST_ACTIONS = 16, 24
 KINDS: Mapping[str, tuple[str, str]] = {
@@ -54,7 +54,7 @@ text{fill:#e5e9ee}pre{background:#1f262e}}"""
 def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
     """Writes the page of what the planner answered. Raises UserError where it cannot be written."""
     estimate = chosen.estimate
-    plan = spoken(chosen.plan.to_dict()) or "one rank"
+    plan = toml_fields(chosen.plan.to_dict()) or "one rank"
     terms = [(NAMES[what], estimate.terms.get(what, 0.0)) for what in TERMS]
     memory = [(role, estimate.memory.get(role, 0.0)) for role in ROLES]
     sections = {
@@ -188,7 +188,7 @@ def scatter(chosen: Chosen) -> str:
         yield f'<polyline points="{joined}" fill="none" stroke="{COLOURS[0]}"/>'
         for each in points:
             x, y = place(each.seconds, each.bytes)
-            told = f"{spoken(each.choice.plan(chosen.task.pins).to_dict())}: {units.duration(each.seconds)}"
+            told = f"{toml_fields(each.choice.plan(chosen.task.pins).to_dict())}: {units.duration(each.seconds)}"
             fill = COLOURS[0] if any(each is other for other in best) else "none"
             title = f"<title>{escape(told)}, {units.size(each.bytes)}</title>"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="{COLOURS[0]}">{title}</circle>'

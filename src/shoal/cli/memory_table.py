@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,9 +16,9 @@ from shoal.chunks.search import Candidate
 from shoal.cli.mesh_table import mesh_table, who_holds_what
 from shoal.jobs.forecast import needed
 from shoal.jobs.plan import Answer, plan_memory
-from shoal.jobs.write import toml_key
 from shoal.plan import nbytes
 from shoal.planner import TIERS, Prediction, Row, changes
+from shoal.toml import toml_fields, toml_value
 
 NEAR = 4
 """Number of chunk sizes shown on either side of the chosen one."""
@@ -54,16 +53,16 @@ def show(answer: Answer, as_json: bool) -> None:
         console.print("", str(answer.layers), sep="\n")
     console.print("", *verdict(answer), sep="\n")
     for step, later in answer.later:
-        text = Text(f"after step {step}: {spoken(later.plan.to_dict()) or 'replicated'}")
+        text = Text(f"after step {step}: {toml_fields(later.plan.to_dict()) or 'replicated'}")
         console.print("", text, "", role_table(later), "", *fits(later), sep="\n")
 
 
 def _title(answer: Answer) -> Text:
     job, plan = answer.settled.job, answer.prediction.plan
-    precision = job.train.precision if isinstance(job.train.precision, str) else _toml(job.train.precision)
+    precision = job.train.precision if isinstance(job.train.precision, str) else toml_value(job.train.precision)
     return Text(
         f"{job.model['name']} of {units.count(answer.parameters)} parameters in {precision}, microbatch "
-        f"{answer.microbatch}, {plan.size} rank(s), {spoken(plan.to_dict()) or 'replicated'}"
+        f"{answer.microbatch}, {plan.size} rank(s), {toml_fields(plan.to_dict()) or 'replicated'}"
     )
 
 
@@ -113,7 +112,7 @@ def verdict(answer: Answer) -> Iterator[str]:
     if answer.stages:
         yield f"by place along pp a rank needs {', '.join(units.size(needed(each)) for each in answer.stages)}"
     for other in answer.instead:
-        change = escape(spoken(changes(answer.prediction.plan, other.plan)))
+        change = escape(toml_fields(changes(answer.prediction.plan, other.plan)))
         if other.free >= 0:
             yield f"it would fit with {change}, {units.size(other.free)} left"
         else:
@@ -121,7 +120,9 @@ def verdict(answer: Answer) -> Iterator[str]:
             yield f"no plan of zero, memory and recompute fits; {change} comes nearest, {missing}"
     largest = answer.largest
     if largest is not None and largest.table is not None:
-        settings = escape(spoken({key: value for key, value in largest.table.items() if key not in ("name", "preset")}))
+        settings = escape(
+            toml_fields({key: value for key, value in largest.table.items() if key not in ("name", "preset")})
+        )
         yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {settings}"
     elif largest is not None:
         yield f"no model of this family fits ({largest.rule})"
@@ -137,14 +138,3 @@ def fits(prediction: Prediction) -> Iterator[str]:
     smallest = prediction.smallest
     if smallest is not None:
         yield f"plan.memory.device may be as small as {units.size(smallest)} ({smallest} bytes)"
-
-
-def spoken(values: Mapping[str, Any]) -> str:
-    """Writes values as a job file does: zero = 2, recompute = "full"."""
-    return ", ".join(f"{toml_key(key)} = {_toml(value)}" for key, value in values.items())
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + spoken(value) + "}"
-    return json.dumps(value)

@@ -11,10 +11,10 @@ from shoal.device import accelerators
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Origins, put
 from shoal.jobs.plans import ROWS, check_plans
-from shoal.jobs.write import toml_value
 from shoal.launch.process import usable_cores
 from shoal.mesh import Mesh
 from shoal.plan import AUTO, Plan
+from shoal.toml import toml_value
 
 ASKED = f"plan.name={AUTO}"
 """Among the assignments of a generation: the planner is asked around the others."""

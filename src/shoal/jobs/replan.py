@@ -33,9 +33,9 @@ from shoal.jobs.plans import ROWS, changed, keep, whole
 from shoal.jobs.read import load_job
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
-from shoal.jobs.write import toml_value
 from shoal.plan import Plan
 from shoal.report.replace import replace_text
+from shoal.toml import toml_value
 
 REQUEST, ANSWERED = "replan-{}.json", ".answer"
 """Name of a request's file, by its number, and what its answer ends with instead."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +11,7 @@ from rich.text import Text
 
 from shoal.jobs.config import Job, Origins, describe, tables
 from shoal.jobs.trials import Trials
+from shoal.toml import toml_key, toml_value
 
 
 def to_toml(job: Job, origins: Origins) -> str:
@@ -61,29 +59,3 @@ def origin_table(job: Job, origins: Origins) -> RenderableType:
         else:
             table.add_row(Text(key), Text(toml_value(entry["value"])), Text(entry["origin"], "cyan"))
     return Group(table, Text(f"defaults: {', '.join(defaults)}", "bright_black"))
-
-
-def toml_key(key: str) -> str:
-    """Returns a key as TOML writes it."""
-    bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
-    return key if bare else _text(key)
-
-
-def _text(value: str) -> str:
-    # A JSON string is a TOML basic string, except for DEL, which TOML requires to be escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def toml_value(value: Any) -> str:
-    """Returns a value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return _text(str(value))

@@ -6,7 +6,6 @@ cluster.toml                [[hosts]] device = "h100", count = 8, number = 2, pr
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from shoal.comm import Reach
 from shoal.errors import UserError, check_choice, check_names, did_you_mean
 from shoal.plan import nbytes
 from shoal.planner.cluster import FORMATS, MOST_DEVICES, Cluster, Device, Host, Link
+from shoal.toml import toml_value
 
 LARGEST = 1e30
 """Numbers stay below: none of the units has as many of anything."""
@@ -268,21 +268,19 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
 def _of_link(link: Link) -> Iterator[str]:
     yield from _lines({"latency": link.latency, "bandwidth": link.bandwidth})
     if link.reached:
-        rows = ",\n".join(f"    {_inline(vars(each))}" for each in link.reached)
+        rows = ",\n".join(f"    {toml_value(_short(vars(each)))}" for each in link.reached)
         yield f"reached = [\n{rows},\n]"
 
 
 def _lines(values: Mapping[str, Any]) -> Iterator[str]:
     for key, value in values.items():
-        yield f"{key} = {_inline(value) if isinstance(value, Mapping) else _value(value)}"
+        yield f"{key} = {toml_value(_short(value))}"
 
 
-def _inline(values: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{key} = {_value(value)}" for key, value in values.items()) + "}"
-
-
-def _value(value: Any) -> str:
-    """A value as TOML has it: numbers, texts, truths and lists of them are written as in JSON."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_value, value))}]"
-    return json.dumps(float(f"{value:.5g}") if isinstance(value, float) else value)
+def _short(value: Any) -> Any:
+    """A value with five digits of each number."""
+    if isinstance(value, Mapping):
+        return {key: _short(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

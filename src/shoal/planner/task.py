@@ -16,6 +16,7 @@ from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import PINS, Spread
 from shoal.planner.pipes import Pace
 from shoal.planner.profile import Profile
+from shoal.toml import toml_fields
 
 TERMS = (
     "compute",
@@ -262,4 +263,4 @@ class Found:
 
 def spoken(values: Mapping[str, Any]) -> str:
     """Writes fields of a plan in one line."""
-    return ", ".join(f"{key} = {value}" for key, value in values.items()) or "one rank"
+    return toml_fields(values) or "one rank"

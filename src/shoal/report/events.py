@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal import units
+from shoal.toml import toml_fields
 
 from .metrics import (
     CheckpointRecord,
@@ -71,7 +72,7 @@ def event_line(event: Event) -> str:
 
 def plan_text(plan: dict[str, Any]) -> str:
     """Formats the fields of a plan that are not defaults."""
-    return ", ".join(f"{key} = {value!r}" for key, value in plan.items()) or "one rank"
+    return toml_fields(plan) or "one rank"
 
 
 def _attempt(record: RunRecord) -> str:
