@@ -81,7 +81,27 @@ def trained(plan: dict[str, Any], *model: Any, dropout: str = "keyed") -> tuple[
         running.close()
 
 
+class _Forces(nn.Module):
+    """Moves its input along the gradient of an energy, as force fields do: a backward in the middle of the forward,
+    before or behind (`way`) a change of the input in place."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(teacher.INPUTS, teacher.INPUTS)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            place = x * 1
+            if self.way == "behind":
+                x.add_(1)
+            energy = torch.tanh(self.dropout(self.inner(place)) * torch.sigmoid(place)).square().sum()
+            (force,) = torch.autograd.grad(energy, place, create_graph=True)
+        return (x if self.way == "behind" else x.add_(1)) - force
+
+
 MODELS = [(_Adds, "argument"), (_Adds, "keyword"), (_Adds, "container"), (_Adds, "twice"), (_Activates, "in place")]
+MODELS += [(_Forces, "before"), (_Forces, "behind")]
 
 
 @pytest.mark.parametrize(("block", "way"), MODELS, ids=[f"{block.__name__}-{way}" for block, way in MODELS])

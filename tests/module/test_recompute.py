@@ -206,6 +206,18 @@ def test_a_second_forward_finds_all_as_the_first(option, dropout):
     )
 
 
+@pytest.mark.parametrize("option", ["full", "selective"])
+def test_noise_that_a_kernel_fills_once_it_is_saved_is_found_as_it_was(option):
+    """Backward computed with memory that nothing had written."""
+
+    def rectified() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.RReLU()) for _ in range(2)]
+        return nn.Sequential(*blocks, nn.Linear(teacher.INPUTS, teacher.OUTPUTS))
+
+    plain, again = (trained(rectified, Plan(recompute=each)) for each in ("none", option))
+    assert again[:2] == plain[:2]
+
+
 class _Late(nn.Module):
     """Follows its own mean once it has run three times."""
 

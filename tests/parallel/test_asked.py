@@ -95,6 +95,32 @@ class Prefix(ByHand):
         return self.head(y.transpose(1, 2).flatten(2))
 
 
+class Elsewhere(ByHand):
+    """Causal attention, and behind it what brings tokens together once more, by `way`."""
+
+    def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids)
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x + y + self.way(y))
+
+
+ELSEWHERE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda y: y.mean(1, keepdim=True),
+    "shift": lambda y: F.pad(y, (0, 0, 1, -1)),
+    "later": lambda y: y.roll(-1, 1),
+    "scan": lambda y: y.cumsum(1),
+    "turned": lambda y: y.flip(1),
+    "convolution": lambda y: F.conv1d(F.pad(y.mT, (2, 0)), torch.ones(16, 1, 3, dtype=y.dtype), groups=16).mT,
+    "batch": lambda y: y - y.mean((0, 1)),
+}
+"""By the name of a way."""
+
+
 def its_own(model: nn.Module, mb: Microbatch, **more: Any) -> tuple[Tensor, Tensor]:
     """The mean loss that a model of transformers computes of its labels, as a sum."""
     count = (mb["labels"] != -100).sum()
@@ -170,7 +196,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
     "prefix": Prefix,
     "by hand": ByHand,
-}
+} | {way: partial(Elsewhere, function) for way, function in ELSEWHERE.items()}
 
 
 def made(world: Any, model: str, loss: str, plan: dict[str, Any]) -> Engine:
@@ -240,6 +266,7 @@ def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, conte
         ("esm", "masked", "set token_dropout = False"),
         ("gemma2", "causal", "without soft-capping of logits (attn_logit_softcapping = 50.0). Take plan.cp = 1"),
         ("gpt oss", "causal", "without what this model adds. Take plan.cp = 1"),
+        *((way, "causal", "in Elsewhere the result of a token depends on other tokens") for way in ELSEWHERE),
     ],
 )
 def test_what_looks_at_neighbours_elsewhere_than_in_attention_is_refused(model: str, loss: str, message: str) -> None:

@@ -76,23 +76,28 @@ class BlockInputs:
         return found
 
     def found_again(self) -> AbstractContextManager[None]:
-        """Makes ready, for one more forward, what the first one found.
+        """Makes ready, for one more forward, what the first one found: also in the middle of it, where that takes a
+        gradient of its own.
 
         Raises UserError if something else has changed it since.
         """
         for place, version in self._versions.items():
-            if self._leaves[place]._version != version:
+            if place not in self._copies and self._leaves[place]._version != version:
                 raise self._changed_behind()
-        try:
-            saved = dict(zip(self._direct, self._saved.grad_fn.saved_tensors, strict=True))
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise self._changed_behind() from error
+        saved = {} if self._saved is None else self._found_saved()
         fresh = {id(copy): copy.fresh() for copy in self._copies.values()}
         found = saved | {place: fresh[id(copy)] for place, copy in self._copies.items()}
         self._ready = [found.get(place, leaf) for place, leaf in enumerate(self._leaves)]
         return nullcontext()
+
+    def _found_saved(self) -> dict[int, Any]:
+        """Returns what autograd has kept of a first forward that is over, by place."""
+        try:
+            return dict(zip(self._direct, self._saved.grad_fn.saved_tensors, strict=True))
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise self._changed_behind() from error
 
     def _changed_behind(self) -> UserError:
         return UserError(

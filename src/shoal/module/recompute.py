@@ -194,9 +194,15 @@ class _Block:
             repeated: list[Callable[[], AbstractContextManager[Any]]] = [partial(attributes_as_found, plain), draws]
             repeated += [*makers, partial(self._as_found, found), partial(_in_place_of_own, weights)]
             both = first, _Anew([*repeated, given.found_again, second])
+            # RReLU's noise is saved before its kernel fills it, where a second forward that has all ends
+            early = not any(isinstance(each, nn.RReLU) for each in module.modules())
             try:
                 return checkpoint(
-                    lambda *_: given.run(run), *given.devices(), use_reentrant=False, context_fn=lambda: both
+                    lambda *_: given.run(run),
+                    *given.devices(),
+                    use_reentrant=False,
+                    context_fn=lambda: both,
+                    early_stop=early,
                 )
             except Exception:
                 failed = True

@@ -137,6 +137,13 @@ class Axis:
     def check_sample(self, sample: Mapping[str, Tensor]) -> None:
         """Raises UserError where the values of `sample`, a row of the data, say that its ranks cannot share rows."""
 
+    def try_out(self, run: Callable[[Mapping[str, Tensor]], object], microbatch: Mapping[str, Tensor]) -> None:
+        """Called before a step with its first microbatch, this rank's part of it. Raises UserError for what forwards of
+        it, of which nothing is left, show that cannot be computed of a part.
+
+        run: makes such a forward
+        """
+
     def around_loss(self) -> AbstractContextManager[None]:
         """Wraps the call of the loss on it. Raises UserError inside for what a loss cannot do with a rank's part."""
         return nullcontext()

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from shoal.chunks import Gather
 from shoal.comm.ledger import Ledger
 from shoal.data import Batch
-from shoal.device import to_device
+from shoal.device import keep_generators, to_device
 from shoal.exchange.rows import ByRows, as_rows
-from shoal.module.compiling import branching
+from shoal.module.attributes import attributes_put_back
+from shoal.module.compiling import as_written, branching
 from shoal.module.random import Randomness, host_draws, keyed_functional
 from shoal.parallel.axis import Axis
 from shoal.training.effects import Effects
@@ -119,6 +121,29 @@ class Forward:
     def sums(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss on a microbatch that was placed."""
         return sums_of(self.loss, self.module, microbatch, self.axes)
+
+    def try_out(self, batch: Batch, ids: Sequence[int]) -> None:
+        """Shows axes, before the first step, forwards of the samples `ids`, of which nothing is left.
+
+        Not where routers see all tokens of a microbatch, and what becomes of one may depend on the others.
+        """
+        if not self.axes or self.effects.routes_all_tokens:
+            return
+
+        def run(microbatch: Mapping[str, Tensor]) -> Sums:
+            self.randomness.begin(batch.step, ids)
+            with self.keyed():
+                return self.sums(microbatch)
+
+        with ExitStack() as stack:
+            for each in (torch.no_grad(), keep_generators([self.randomness.device]), as_written(), self.rows()):
+                stack.enter_context(each)
+            for each in (self.effects.of(False), attributes_put_back(self.module), self.intact.aside()):
+                stack.enter_context(each)
+            stack.enter_context(self.gather.step("try out"))
+            microbatch = self.load(batch, ids)
+            for axis in self.axes:
+                axis.try_out(run, microbatch)
 
     def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss for a backward to come, and sees what becomes of the module's buffers."""

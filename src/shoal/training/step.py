@@ -21,7 +21,7 @@ from shoal.training.commit import Commit
 from shoal.training.forward import Forward
 from shoal.training.local import Local
 from shoal.training.loss import Sums
-from shoal.training.microbatches import Dealing, with_idle
+from shoal.training.microbatches import Dealing, Run, with_idle
 from shoal.training.reduce import Reduce
 from shoal.training.result import StepResult
 from shoal.training.setup import StepGroups, Trained
@@ -76,6 +76,7 @@ class StepRunner:
         self.per_sample = 1.0
         """Counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits."""
         self._step = self._samples = 0
+        self._is_tried_out = False
         self._phase = _Phase.BETWEEN
         self.unreported: StepResult | None = None
         """The result of a step whose update is made, until `run` or `end` return it."""
@@ -90,6 +91,7 @@ class StepRunner:
         self.begin(batch.step, share.most, self.per_sample * self._samples, share.alike)
         self.forward.set_training()
         runs = with_idle(share.microbatches, share.most if self.dealing.lockstep else 0, batch.ids[: self.dealing.size])
+        self._try_out(batch, runs)
         with self.forward.gather.step(("train", share.most)), self.forward.rows():
             self.accumulate.run(batch, runs)
         result = self._update(batch.epoch, share.after, self._samples / len(batch.ids))
@@ -98,6 +100,12 @@ class StepRunner:
         self._share()
         result.seconds = time.perf_counter() - started
         return result
+
+    def _try_out(self, batch: Batch, runs: Sequence[Run]) -> None:
+        """Has axes see the first microbatch of all, where this rank has the whole model, before it counts."""
+        if not self._is_tried_out and runs and self.accumulate is self._local:
+            self.forward.try_out(batch, runs[0][0])
+            self._is_tried_out = True
 
     def begin(self, step: int, most: int, expected: float, alike: bool = False) -> None:
         """Opens `step`, in which a rank has at most `most` microbatches; `expected`: about the count of all of them;

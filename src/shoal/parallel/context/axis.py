@@ -12,6 +12,7 @@ from shoal.comm import World
 from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.parallel.axis import Axis
+from shoal.parallel.context.apart import Run
 from shoal.parallel.context.context import Context
 from shoal.parallel.layout import Layout
 
@@ -53,6 +54,9 @@ class ContextParallel(Axis):
 
     def check_sample(self, sample: Mapping[str, Tensor]) -> None:
         self.context.check_padding(sample)
+
+    def try_out(self, run: Run, microbatch: Mapping[str, Tensor]) -> None:
+        self.context.apart.check(run, microbatch)
 
     def around_loss(self) -> AbstractContextManager[None]:
         return self.context.looking()

@@ -26,6 +26,7 @@ from shoal.comm.functional import gather_from, swap
 from shoal.errors import UserError
 from shoal.models.adapted import unadapted
 from shoal.models.attention import document_mask
+from shoal.parallel.context.apart import Apart
 from shoal.parallel.context.asked import (
     check_attended,
     check_first,
@@ -66,7 +67,7 @@ class Context:
         self._calls: list[bool] = []  # of attention in the running forward: whether they were causal
         self._agreed = False
         self._positions: Callable[[Tensor], Tensor] = in_order
-        self._neighbours = Neighbours(self.size)
+        self._neighbours, self.apart = Neighbours(self.size), Apart(group)
 
     def watch(self, module: nn.Module) -> None:
         """Registers hooks that give `module` the positions of this rank's tokens. Raises UserError for a model that
@@ -76,8 +77,7 @@ class Context:
         check_model(module, self.size)
         parameters = list(inspect.signature(module.forward).parameters)
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
-        named = {"position_ids", "document_ids"}
-        self._places_in = {name: at for at, name in enumerate(parameters) if name in named}
+        self._places_in = {name: at for at, name in enumerate(parameters) if name in ("position_ids", "document_ids")}
         self._positions = positions_of(module)
         module.register_forward_pre_hook(self._tell, with_kwargs=True)
         module.register_forward_hook(self._neighbours.out_of_model, always_call=True)
@@ -85,6 +85,7 @@ class Context:
             inner: nn.Module = getattr(module, "base_model", module)
             inner.register_forward_pre_hook(self._say_nothing_is_padded, with_kwargs=True)
         self._window = window_of(getattr(module, "config", None))
+        self.apart.watch(module)
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Gives the model the position_ids of this rank's tokens in the whole rows, unless the loss gives some."""
@@ -169,7 +170,6 @@ class Context:
         return found
 
     def check_padding(self, rows: Mapping[str, Tensor]) -> None:
-        """Raises UserError where an attention_mask says that `rows`, or a sample, are padded."""
         check_padding(rows, self._takes_documents)
 
     def state(self) -> Any:
@@ -193,7 +193,7 @@ class Context:
         """Called after the forward of a loss, which has counted `count` (None: no plain number). Raises UserError if it
         has called no attention, and, of the first one, for what ranks have not alike (see check_first)."""
         check_attended(self._calls, self.size)
-        if not self._agreed and torch._C._functorch.peek_interpreter_stack() is None:
+        if not (self._agreed or self.apart.is_on) and torch._C._functorch.peek_interpreter_stack() is None:
             check_first(self.group.all_gather_object((self._calls, count)), self._nothing_padded.shape)
             self._agreed = True
 
@@ -219,6 +219,9 @@ class Context:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         self._neighbours.check_places()
+        if self.apart.is_on:
+            self._calls.append(False)
+            return self.apart.attend(query, value)
         if query.shape[-1] != value.shape[-1]:
             return of_one_width(self.attend, (query, key, value), (attn_mask, dropout_p, is_causal), scale, enable_gqa)
         if attn_mask is not None:

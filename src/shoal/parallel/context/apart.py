@@ -1,0 +1,99 @@
+"""Sees, before the first step, that a model brings tokens together in attention alone: with attention left out, results
+of tokens stay as they are where other tokens change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm import Group
+from shoal.errors import UserError
+
+Run = Callable[[Mapping[str, Tensor]], object]
+"""Runs the loss on a microbatch; nothing is left of it."""
+
+
+class Apart:
+    """Runs a model on this rank's tokens with attention left out. `group`: the ranks along cp."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._name = group, ""
+        self.is_on = False
+        self._results: list[Tensor] = []
+
+    def watch(self, module: nn.Module) -> None:
+        """Notes the results of `module`, and of what is under the head of a model of transformers."""
+        self._name = type(module).__name__
+        for part in {module, getattr(module, "base_model", module)}:
+            part.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.is_on:
+            found = [
+                each for each in tree_leaves([getattr(output, "logits", None), output]) if isinstance(each, Tensor)
+            ]
+            self._results += [each for each in found if each.is_floating_point() and each.dim() > 1]
+
+    def attend(self, query: Tensor, value: Tensor) -> Tensor:
+        """Stands in for attention: each token has its own value, or nothing where there is not one for each query."""
+        if value.shape[1] and not query.shape[1] % value.shape[1]:
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        if value.shape[:-1] == query.shape[:-1]:
+            return value
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
+
+    def check(self, run: Run, microbatch: Mapping[str, Tensor]) -> None:
+        """Raises UserError, on all ranks of the group alike, where `microbatch`, this rank's part of one, shows that
+        other layers bring tokens together."""
+        ids = microbatch["input_ids"]
+        if isinstance(ids, FakeTensor):  # in a dry run nothing has values
+            return
+        changed = [0, ids.shape[1] - 2] if ids.shape[1] > 3 else [0]  # not both ends, which a flip would swap
+        before, after = self._run(run, microbatch), self._run(run, {**microbatch, "input_ids": _other(ids, changed)})
+        kept = [place for place in range(ids.shape[1]) if place not in changed]
+        pairs = [pair for pair in zip(before, after, strict=False) if pair[0].shape[:2] == ids.shape]
+        mixes = any(_differ(one[:, kept], other[:, kept]) for one, other in pairs)
+        if any(self._group.all_gather_object(mixes)):
+            raise UserError(
+                f"plan.cp = {self._group.size}: in {self._name} the result of a token depends on other tokens of its "
+                "row or microbatch also where attention (F.scaled_dot_product_attention) is left out: by a mean, a "
+                "shift, a convolution, a scan over tokens? A rank has a part of them, and only attention brings them "
+                "together: take plan.cp = 1"
+            )
+
+    def _run(self, run: Run, microbatch: Mapping[str, Tensor]) -> list[Tensor]:
+        with self._on():
+            run({key: value.clone() for key, value in microbatch.items()})
+            return self._results
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        self.is_on, self._results = True, []
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+
+def _other(ids: Tensor, places: list[int]) -> Tensor:
+    """Returns `ids` [B, T] with another token of them at `places`."""
+    if not ids.numel():
+        return ids
+    least, most = ids.min(), ids.max()
+    found = ids.clone()
+    found[:, places] = torch.where(ids[:, places] == least, most, least)
+    return found
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two results are different by more than sums in another order make it."""
+    if not one.numel():
+        return False
+    bound = one.abs().amax() * torch.finfo(one.dtype).eps ** 0.5
+    return bool(((one - other).abs() > bound).any())
