@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from shoal import Plan
 from shoal.chunks import Tier
 from shoal.chunks.tier import ALL_ELSE
 from shoal.comm.ledger import Ledger
+from shoal.jobs.memory import tiers
 from shoal.jobs.train import train
+from shoal.optim.buddy import FOR_BUDDY
 from shoal.report.levels import read_memory_traces
 from tests.jobs.conftest import records_of
 
@@ -81,3 +84,20 @@ def test_on_a_gpu_the_allocator_says_what_else_is_there(monkeypatch):
     with ledger.span("compute", "forward"):
         given_out = 1900
     assert [level.nbytes for level in ledger.take_levels()] == [1700, 1900]
+
+
+def test_what_is_kept_for_a_buddy_is_in_the_memory_of_the_host(monkeypatch):
+    """On an accelerator too: what its allocator has given out is none of that."""
+    monkeypatch.setattr("shoal.jobs.memory.is_accelerator", lambda device: device.type == "cuda")
+    parts = SimpleNamespace(tier=None, host=None, chunks=[], buddy=SimpleNamespace(nbytes=70))
+    optimizer = SimpleNamespace(torch=SimpleNamespace(state={}))
+
+    def held(device: str) -> dict[str, dict[str, int]]:
+        engine = SimpleNamespace(device=torch.device(device), parts=parts, optimizer=optimizer, ledger=Ledger())
+        return {tier.name: tier.held for tier in tiers(engine)}
+
+    state = {"optimizer state": 0}
+    assert held("cuda") == {"memory.device": state, "memory.host": {FOR_BUDDY: 70}}
+    assert held("cpu") == {"memory.host": {**state, FOR_BUDDY: 70}}
+    parts.buddy = None
+    assert held("cuda") == {"memory.device": state}

@@ -17,6 +17,7 @@ from shoal.jobs import answer
 from shoal.jobs.compare import measured_steps
 from shoal.jobs.trials import of_candidates
 from shoal.jobs.trials import write as write_trials
+from shoal.optim.buddy import FOR_BUDDY
 from shoal.plan import Plan
 from shoal.planner import measure
 from shoal.planner.learned import learned
@@ -112,6 +113,10 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     ranks = [{**trace, "rank": rank, "levels": {"host": {"weights": [4, 9 + rank]}}} for rank in range(2)]
     (run_dir / "memory.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ranks))
     told, found = shown(run_dir, capsys)
+    assert found["memory of the fullest rank: state and weights in use"]["measured"] == 10
+    ranks[0]["levels"]["host"][FOR_BUDDY] = [90, 90]  # which is another rank's state
+    (run_dir / "memory.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ranks))
+    _, found = shown(run_dir, capsys)
     assert found["memory of the fullest rank: state and weights in use"]["measured"] == 10
     ratios = {what: each["ratio"] for what, each in found.items() if what.startswith("time of a step")}
     assert len(ratios) == 7 and all(each == pytest.approx(1.0) for each in ratios.values()), ratios

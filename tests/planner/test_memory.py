@@ -25,6 +25,7 @@ from shoal.planner import (
     Machine,
     MemoryNeed,
     Place,
+    Prediction,
     Recording,
     Subject,
     dry_run,
@@ -458,3 +459,18 @@ def test_a_model_that_cannot_be_built_is_one_line():
     with pytest.raises(UserError) as error:
         dry_run(Subject(wrong, causal_lm, text()[0], 4, precision_named("fp32")))
     assert "cannot be run without computing it" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_budget_that_is_asked_for_is_enough_for_the_chunks_that_it_brings():
+    """Under a small budget chunks are small; under what these ask for the engine takes larger ones, which need more."""
+    recording, plan = run_dry("fp32", microbatch=64), Plan(memory={"device": 1000})
+
+    def of(plan: Plan) -> Prediction:
+        return predict(recording, OPTIMIZERS["adamw"], plan, precision_named("fp32"), Machine(1 << 34), 1)
+
+    tiny = of(plan)
+    assert tiny.smallest is not None and tiny.fits[0].needed == tiny.smallest
+    enough = of(Plan(memory={"device": tiny.smallest}))
+    assert enough.chunk_bytes > tiny.chunk_bytes and enough.fits[0].free >= 0
+    assert enough.smallest is not None and enough.smallest <= tiny.smallest
+    assert of(Plan(memory={"device": enough.smallest})).fits[0].free >= 0

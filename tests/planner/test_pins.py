@@ -22,7 +22,7 @@ from shoal.optim.groups import small_optimizer
 from shoal.planner.ask import check_tokens, legal_degrees
 from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, degrees
-from shoal.planner.explain import fits
+from shoal.planner.explain import fits, smallest, within_budget
 from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task
@@ -272,3 +272,13 @@ def test_a_machine_of_one_island_is_refused() -> None:
         check_machine({"exchange": exchange}, 2 * ranks)
     asked = task(pins={"exchange": {"name": "islands", "ranks": 2}}, on=cluster(1, 4, inside=1e6))
     assert {each.choice.spread.replicas for each in search(asked).best} == {4}
+    assert smallest(asked) == 4, "on two it would be refused"
+
+
+def test_a_budget_leaves_as_many_hosts_as_train_apart() -> None:
+    asked = task(pins={"exchange": "diloco"}, on=cluster(4, 1, between=1e6))
+    alone = asked.cluster.with_hosts(1)
+    one = 1000 * search(replace(asked, cluster=alone)).best[0].seconds / 3600 * alone.price
+    with pytest.raises(UserError, match="the cheapest takes"):
+        within_budget(asked, 1.01 * one, lambda each: 1000 * each.seconds)
+    assert within_budget(asked, 1000 * one, lambda each: 1000 * each.seconds).cluster.size > 1

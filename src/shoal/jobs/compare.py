@@ -24,7 +24,7 @@ from shoal.planner.cluster import Cluster
 from shoal.planner.search import search
 from shoal.planner.task import NAMES, TERMS, Estimate
 from shoal.report.changes import TermsRecord
-from shoal.report.levels import read_memory_traces
+from shoal.report.levels import MemoryTrace, read_memory_traces
 from shoal.report.metrics import RunRecords, read_metrics
 from shoal.report.terms import WAITING
 
@@ -212,9 +212,14 @@ def _memory(run_dir: Path, records: RunRecords, estimate: Estimate) -> Compared:
     traces = [each for each in read_memory_traces(run_dir / "memory.jsonl") if each.at[-1] >= began]
     if not traces:
         return Compared(what, "bytes", estimate.bytes, None, "not recorded")
-    fullest = max(traces, key=lambda each: each.most)
-    if fullest.counts_all:
-        return Compared(what, "bytes", estimate.bytes, fullest.most)
-    counted = {role for levels in fullest.levels.values() for role in levels}
-    held = math.fsum(estimate.memory.get(role, 0.0) for role in STATE if role in counted)
-    return Compared(f"{what}: state and weights in use", "bytes", held, fullest.most)
+    if all(each.counts_all for each in traces):
+        return Compared(what, "bytes", estimate.bytes, max(each.most for each in traces))
+    states = [_state(each) for each in traces]
+    held = math.fsum(estimate.memory.get(role, 0.0) for role in {role for each in states for role in each})
+    most = max(max(map(sum, zip(*each.values(), strict=True)), default=0) for each in states)
+    return Compared(f"{what}: state and weights in use", "bytes", held, most)
+
+
+def _state(trace: MemoryTrace) -> dict[str, list[int]]:
+    """The bytes of each role of STATE at each moment: not what a rank keeps of another one for `plan.buddy`."""
+    return {role: sizes for role, sizes in next(iter(trace.levels.values())).items() if role in STATE}

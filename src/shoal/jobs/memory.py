@@ -14,10 +14,13 @@ from shoal.optim.buddy import FOR_BUDDY
 
 def tiers(engine: Engine) -> list[Tier]:
     """Returns the tiers at this moment, the disk included. Without `plan.memory` there is one tier, with what the rank
-    keeps from step to step."""
+    keeps from step to step, and beside that of an accelerator the host's, where it keeps a buddy's state."""
     if engine.parts.tier is None or engine.parts.host is None:
-        name = "device" if is_accelerator(engine.device) else "host"
-        return [Tier(f"memory.{name}", device=engine.device, held=_kept(engine), ledger=engine.ledger)]
+        kept, of_buddy = _kept(engine), _of_buddy(engine)
+        if not is_accelerator(engine.device):
+            return [Tier("memory.host", device=engine.device, held={**kept, **of_buddy}, ledger=engine.ledger)]
+        own = Tier("memory.device", device=engine.device, held=kept, ledger=engine.ledger)
+        return [own, *([Tier("memory.host", held=of_buddy, ledger=engine.ledger)] if of_buddy else [])]
     found = [engine.parts.tier, engine.parts.host]
     if engine.parts.pager is not None and engine.parts.pager.disk is not None:
         found.append(
@@ -43,6 +46,9 @@ def _kept(engine: Engine) -> dict[str, int]:
     states = engine.optimizer.torch.state.values()
     storages = {id(value): value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)}
     kept["optimizer state"] = sum(storages.values())
-    if engine.parts.buddy is not None:
-        kept[FOR_BUDDY] = engine.parts.buddy.nbytes
     return dict(kept)
+
+
+def _of_buddy(engine: Engine) -> dict[str, int]:
+    """What the rank keeps of another one, which is in its host's memory."""
+    return {} if engine.parts.buddy is None else {FOR_BUDDY: engine.parts.buddy.nbytes}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from shoal.errors import UserError
 from shoal.planner.bought import bought
+from shoal.planner.choices import island
 from shoal.planner.cluster import Host
 from shoal.planner.degrees import Spread
 from shoal.planner.longer import longer
@@ -165,9 +166,9 @@ def smallest(task: Task) -> int:
     ]
     parts += [tuple(hosts[:number]) for number in numbers_of_hosts(len(hosts))]
     for part in parts:
-        smaller = replace(cluster, hosts=part)
-        if fits(replace(task, cluster=smaller)):
-            return smaller.size
+        smaller = replace(task, cluster=replace(cluster, hosts=part))
+        if island(smaller) == island(task) and fits(smaller):  # else nothing is left that would train apart
+            return smaller.cluster.size
     return cluster.size
 
 
@@ -231,6 +232,8 @@ def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float
     cheapest, found, fastest = math.inf, task, math.inf
     for number in reversed(numbers_of_hosts(len(cluster.hosts))):
         tried = Search(replace(task, cluster=cluster.with_hosts(number)))
+        if island(tried.task) != island(task):
+            continue  # nothing would train apart there
         if min(map(tried.bound, tried.spreads()), default=math.inf) >= fastest or not (best := tried.run().best):
             continue
         price = seconds(best[0]) / 3600 * tried.task.cluster.price

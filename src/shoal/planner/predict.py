@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -129,19 +129,42 @@ def predict(
     turns = 0
     if may_stream(plan, precision, place.on_gpu):
         turns = in_turn(state_keys(optimizer, recording.options, precision.master), precision.master)
-    size = chosen_chunk(parameters, plan, place, precision, state.whole_parameters, given, USUAL_CHUNK, turns)
-    chunks = lay_out_all(parameters, plan, place, precision, state.whole_parameters, size)
+    whole = state.whole_parameters
     asked = replace(plan, buddy=steps_between(plan.buddy, optimizer, recording.options, precision))
-    need = memory_need(recording, chunks, asked, place, precision, state, microbatches, process)
+
+    def chosen(budget: int | None) -> int:
+        within = replace(place, budget=budget)
+        return chosen_chunk(parameters, plan, within, precision, whole, given, USUAL_CHUNK, turns)
+
+    @cache
+    def needed(size: int) -> tuple[list[Laid], MemoryNeed]:
+        chunks = lay_out_all(parameters, plan, place, precision, whole, size)
+        return chunks, memory_need(recording, chunks, asked, place, precision, state, microbatches, process)
+
+    size = chosen(limit)
+    chunks, need = needed(size)
     sizes = None
     if passes(plan, place):
-        sizes = search(parameters, place.together, precision.grad.itemsize, state.whole_parameters, limit, turns)
-    smallest = need.least
-    if smallest is not None and place.on_gpu:  # its allocator knows of all that is there
-        smallest = need.total("device")
+        sizes = search(parameters, place.together, precision.grad.itemsize, whole, limit, turns)
+    smallest = _smallest(lambda budget: _least(needed(chosen(budget))[1], place.on_gpu), limit)
     return Prediction(
         plan, need, smallest, tuple(chunks), size, sizes, tuple(_fits(need, plan, machine, smallest, limit))
     )
+
+
+def _least(need: MemoryNeed, on_gpu: bool) -> int | None:
+    """The bytes of the tier of `plan.memory.device` that chunks of one size would do with, None without such a tier."""
+    return need.total("device") if on_gpu and need.least is not None else need.least  # its allocator knows of all
+
+
+def _smallest(least: Callable[[int | None], int | None], limit: int | None) -> int | None:
+    """The `plan.memory.device` that would do, None without such a tier. `least(budget)`: what chunks would do with that
+    are of the size that the engine chooses under a budget. Under the one that they ask for it may choose larger ones,
+    so that is asked again, until a budget is enough for its own."""
+    first = found = least(limit)
+    while found is not None and (own := least(found)) is not None and own > found:
+        found = own
+    return found if first is None or found is None or limit is None or first > limit else min(found, limit)
 
 
 def _limits(plan: Plan, machine: Machine) -> tuple[int | None, int | None]:
