@@ -138,8 +138,8 @@ class Axis:
         """Raises UserError where the values of `sample`, a row of the data, say that its ranks cannot share rows."""
 
     def try_out(self, run: Callable[[Mapping[str, Tensor]], object], microbatch: Mapping[str, Tensor]) -> None:
-        """Called before a step with its first microbatch, this rank's part of it. Raises UserError for what forwards of
-        it, of which nothing is left, show that cannot be computed of a part.
+        """Called before a step with its first microbatch, this rank's part of it, where ranks share rows. Raises
+        UserError for what forwards of it, of which nothing is left, show that cannot be computed of a part.
 
         run: makes such a forward
         """

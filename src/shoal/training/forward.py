@@ -123,11 +123,13 @@ class Forward:
         return sums_of(self.loss, self.module, microbatch, self.axes)
 
     def try_out(self, batch: Batch, ids: Sequence[int]) -> None:
-        """Shows axes, before the first step, forwards of the samples `ids`, of which nothing is left.
+        """Shows axes whose ranks share rows, before the first step, forwards of the samples `ids`, of which nothing is
+        left.
 
         Not where routers see all tokens of a microbatch, and what becomes of one may depend on the others.
         """
-        if not self.axes or self.effects.routes_all_tokens:
+        sharing = [axis for axis in self.axes if axis.shares_tokens]
+        if not sharing or self.effects.routes_all_tokens:
             return
 
         def run(microbatch: Mapping[str, Tensor]) -> Sums:
@@ -142,7 +144,7 @@ class Forward:
                 stack.enter_context(each)
             stack.enter_context(self.gather.step("try out"))
             microbatch = self.load(batch, ids)
-            for axis in self.axes:
+            for axis in sharing:
                 axis.try_out(run, microbatch)
 
     def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
