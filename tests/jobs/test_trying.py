@@ -81,8 +81,8 @@ def test_a_run_that_goes_on_after_its_trials_says_which_plan_was_the_fastest(qui
     key = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
     write(tmp_path / "run", Trials(key, 2, (Candidate({}, 0.1, 0.3), Candidate({"recompute": "full"}, 0.1, 0.2))))
     train(job, {}, World.single("cpu"))
-    assert "plan: recompute = "full" (the fastest of those that were tried)" in capsys.readouterr().out
-    assert "#   recompute = full: 0.2 s a step" in (tmp_path / "run" / "resolved.toml").read_text()
+    assert 'plan: recompute = "full" (the fastest of those that were tried)' in capsys.readouterr().out
+    assert '#   recompute = "full": 0.2 s a step' in (tmp_path / "run" / "resolved.toml").read_text()
 
 
 @pytest.mark.matrix

@@ -18,6 +18,7 @@ from typing import Any
 from shoal.jobs.config import Job, Origins, tables
 from shoal.plan import Plan
 from shoal.report.replace import replace_text
+from shoal.toml import toml_fields
 
 FILE = "trials.json"
 DEATHS = 2
@@ -38,7 +39,7 @@ class Candidate:
     deaths: int = 0
 
     def __str__(self) -> str:
-        plan = ", ".join(f"{key} = {value}" for key, value in self.plan.items()) or "one rank"
+        plan = toml_fields(self.plan) or "one rank"
         if self.seconds is None:
             return f"{plan}: {f'passed over: {self.why}' if self.why else 'not tried'}"
         return f"{plan}: {self.seconds:.4g} s a step, {self.predicted:.4g} s predicted"
