@@ -147,7 +147,7 @@ def test_a_run_that_ended_while_plans_were_tried_says_what_was_measured(run_dir:
     append(run_dir, {"kind": "plan", "step": 4, "plan": {"recompute": "full"}, "seconds": 0.1})
     trials = of_candidates("", 8, [(Plan(), 1.5), (Plan(recompute="full"), 1.6)]).with_result(0, 2.0)
     write_trials(run_dir, trials)
-    said = "one rank: 2 s a step, 1.5 s predicted; recompute = full: not tried"
+    said = 'one rank: 2 s a step, 1.5 s predicted; recompute = "full": not tried'
     with pytest.raises(UserError, match=f"ended while plans were tried.*{said}"):
         shown(run_dir, capsys)
     write_trials(run_dir, trials.with_result(1, 2.1))
