@@ -41,7 +41,8 @@ from shoal.comm import Reaches
 from shoal.planner.cluster import Cluster
 from shoal.planner.measure import here
 from shoal.planner.search import Search
-from shoal.planner.task import Choice, Estimate, Task, spoken
+from shoal.planner.task import Choice, Estimate, Task
+from shoal.toml import plan_text
 
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
@@ -216,7 +217,7 @@ def one_set(
         "link": link_name,
         "carrier": carriers[0],
         "slower": statistics.median(factors),
-        "refused": {spoken(key.plan({}).to_dict()): each.refused for key, each in known.items() if each.refused},
+        "refused": {plan_text(key.plan({}).to_dict()): each.refused for key, each in known.items() if each.refused},
         "judged": chosen,
         "rows": list(ran_now.values()),
     }

@@ -6,13 +6,11 @@ import tomllib
 
 import pytest
 
-from shoal.planner.task import spoken
-from shoal.report.events import plan_text
-from shoal.toml import toml_fields
+from shoal.toml import plan_text, toml_fields
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("written", [toml_fields, spoken, plan_text])
+@pytest.mark.parametrize("written", [toml_fields, plan_text])
 def test_a_plan_in_a_message_is_one_that_a_job_file_takes(written):
     plan = {
         "dp": 4,

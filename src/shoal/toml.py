@@ -34,6 +34,11 @@ def toml_fields(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{toml_key(key)} = {toml_value(value)}" for key, value in values.items())
 
 
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """Returns the fields of a plan that are not defaults in one line."""
+    return toml_fields(plan) or "one rank"
+
+
 def _text(value: str) -> str:
     # A JSON string is a TOML basic string, except for DEL, which TOML requires to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

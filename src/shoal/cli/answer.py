@@ -26,7 +26,7 @@ from shoal.planner.explain import NEAR, Explanation, explain, why_not
 from shoal.planner.profile import NOT_ASKED
 from shoal.planner.replicable import not_replicated
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
-from shoal.toml import toml_fields, toml_key, toml_value
+from shoal.toml import plan_text, toml_fields
 
 WAYS = {
     "parts": "tensor parallelism",
@@ -85,7 +85,7 @@ def money(text: str) -> tuple[float, str]:
 def toml(chosen: Chosen) -> str:
     """The plan as a job file has it."""
     plan, train = chosen.plan.to_dict(), chosen.settled.job.train
-    written = [f"{toml_key(key)} = {toml_value(value)}" for key, value in plan.items()] or ["dp = 1"]
+    written = [toml_fields({key: value}) for key, value in plan.items()] or ["dp = 1"]
     return "\n".join(
         ["[plan]", *written, "", "[train]", f"microbatch = {train.microbatch or chosen.estimate.choice.microbatch}"]
     )
@@ -201,7 +201,7 @@ def shown(told: Explanation) -> int:
 def _other(chosen: Chosen, other: Estimate) -> str:
     """The plan of another candidate in one line, without the placements, which it has alike."""
     plan = other.choice.plan(chosen.task.pins).to_dict()
-    return toml_fields({key: value for key, value in plan.items() if key != "placements"}) or "one rank"
+    return plan_text({key: value for key, value in plan.items() if key != "placements"})
 
 
 def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:

@@ -33,7 +33,7 @@ from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 from shoal.report.replace import replace_text
-from shoal.toml import toml_fields
+from shoal.toml import plan_text, toml_fields
 
 MOST_RANKS, MOST_ACTIONS = 16, 24
 KINDS: Mapping[str, tuple[str, str]] = {
@@ -54,7 +54,7 @@ text{fill:#e5e9ee}pre{background:#1f262e}}"""
 def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
     """Writes the page of what the planner answered. Raises UserError where it cannot be written."""
     estimate = chosen.estimate
-    plan = toml_fields(chosen.plan.to_dict()) or "one rank"
+    plan = plan_text(chosen.plan.to_dict())
     terms = [(NAMES[what], estimate.terms.get(what, 0.0)) for what in TERMS]
     memory = [(role, estimate.memory.get(role, 0.0)) for role in ROLES]
     sections = {

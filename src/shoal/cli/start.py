@@ -22,7 +22,7 @@ from shoal.launch.ray import names_cluster
 from shoal.launch.roles import launch_roles
 from shoal.launch.served import RESTARTS, launch_served
 from shoal.launch.tf_config import TRAINERS, parse_roles
-from shoal.report.events import plan_text
+from shoal.toml import plan_text
 
 
 def start_job(path: Path, assignments: Sequence[str], roles: str | None = None) -> int:

@@ -115,7 +115,7 @@ class Shared:
         self.all_gather_alike(out, flat, 0)
 
     def all_gather_alike(self, out: Tensor, flat: Tensor, number: int) -> None:
-        """As `all_gather`; see `transport.Compares`."""
+        """Gathers as `all_gather` does, where all have the same number (see `transport.Compares`); 0: none is asked."""
         self._fits(flat, out)
         bases, place = self._allocations.place(out)
         if place:

@@ -90,8 +90,8 @@ class Compares(Transport, Protocol):
         """Whether they do. Other transports have no such attribute."""
 
     def all_gather_alike(self, out: Tensor, flat: Tensor, number: int) -> None:
-        """As `all_gather`. Raises Unlike, on all ranks, where they do not have the same `number` (from 1), whatever
-        the sizes; then nothing is gathered, and the group goes on."""
+        """Gathers as `all_gather` does. Raises Unlike, on all ranks, where they do not have the same `number` (from 1),
+        whatever the sizes; then nothing is gathered, and the group goes on."""
 
 
 class NoSharedMemory:

@@ -30,9 +30,10 @@ from shoal.planner.pins import check_pins
 from shoal.planner.prepare import Untraced
 from shoal.planner.replicable import as_replicable, not_replicated
 from shoal.planner.search import Search, search
-from shoal.planner.task import EXACT, Choice, Task, spoken
+from shoal.planner.task import EXACT, Choice, Task
 from shoal.planner.untraced import without_trace
 from shoal.precision import precision
+from shoal.toml import plan_text
 from shoal.training.microbatches import check_routing
 
 
@@ -66,7 +67,7 @@ def _why(chosen: Chosen) -> str:
     other = chosen.others[0]
     plan = other.choice.plan(chosen.task.pins).to_dict()
     rows = f", microbatch = {other.choice.microbatch}" if chosen.task.microbatch is None else ""
-    return f"{said}; next best: {spoken(plan)}{rows} with {units.duration(other.seconds)}"
+    return f"{said}; next best: {plan_text(plan)}{rows} with {units.duration(other.seconds)}"
 
 
 def stays(settled: Settled, cluster: Cluster) -> str | None:

@@ -16,7 +16,6 @@ from shoal import units
 from shoal.errors import LaunchError
 from shoal.jobs.underway import shown_by
 from shoal.report import flops
-from shoal.report.events import plan_text
 from shoal.report.lasting_log import LastingLog
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
@@ -38,6 +37,7 @@ from shoal.report.metrics import (
 )
 from shoal.report.progress import Progress
 from shoal.report.trackers import Trackers, make_trackers
+from shoal.toml import plan_text
 from shoal.training.evaluation import Evaluation
 from shoal.training.norms import by_layer
 from shoal.training.result import StepResult

@@ -33,8 +33,8 @@ from shoal.jobs.plans import plan_at, plans_of
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.plan import Plan
-from shoal.planner.task import spoken
 from shoal.report.metrics import MembershipRecord
+from shoal.toml import plan_text
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def cost_of(settled: Settled) -> float | None:
 
 def plan_line(settled: Settled) -> str:
     """Says which plan the planner has found, and why."""
-    return f"plan: {spoken(settled.job.plan.to_dict())} ({settled.why})"
+    return f"plan: {plan_text(settled.job.plan.to_dict())} ({settled.why})"
 
 
 def begin(settled: Settled, world: World) -> Begun:

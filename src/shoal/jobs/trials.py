@@ -18,7 +18,7 @@ from typing import Any
 from shoal.jobs.config import Job, Origins, tables
 from shoal.plan import Plan
 from shoal.report.replace import replace_text
-from shoal.toml import toml_fields
+from shoal.toml import plan_text
 
 FILE = "trials.json"
 DEATHS = 2
@@ -39,7 +39,7 @@ class Candidate:
     deaths: int = 0
 
     def __str__(self) -> str:
-        plan = toml_fields(self.plan) or "one rank"
+        plan = plan_text(self.plan)
         if self.seconds is None:
             return f"{plan}: {f'passed over: {self.why}' if self.why else 'not tried'}"
         return f"{plan}: {self.seconds:.4g} s a step, {self.predicted:.4g} s predicted"

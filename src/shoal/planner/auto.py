@@ -37,9 +37,10 @@ from shoal.planner.profile import profile
 from shoal.planner.recording import Recording
 from shoal.planner.replicable import as_replicable
 from shoal.planner.search import search
-from shoal.planner.task import Estimate, Task, spoken
+from shoal.planner.task import Estimate, Task
 from shoal.planner.untraced import without_trace
 from shoal.precision import precision as precision_named
+from shoal.toml import plan_text
 from shoal.training.loss import Loss
 from shoal.training.microbatches import check_routing, largest_share
 
@@ -92,7 +93,7 @@ def auto_plan(
             traced = profile(replace(subject, plan=Plan(placements=given.get("placements"))), ways(given, machine.size))
         except Untraced as error:
             plan, why = without_trace(given, machine.size, error)
-            LOG.warning("plan: %s (%s)", spoken(plan.to_dict()), why)
+            LOG.warning("plan: %s (%s)", plan_text(plan.to_dict()), why)
             return plan.to_dict(), microbatch or largest_share(global_batch, plan)
         check_traced(given, traced)
         legal = legal_degrees(values, traced, length, machine.per_host)

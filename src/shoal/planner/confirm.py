@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 from shoal.errors import UserError
 from shoal.planner.degrees import FIELDS
 from shoal.planner.search import search
-from shoal.planner.task import Estimate, Found, Task, spoken
+from shoal.planner.task import Estimate, Found, Task
+from shoal.toml import plan_text
 
 TRIES = 12
 """Candidates of one search that are looked at."""
@@ -82,7 +83,7 @@ def _reasons(task: Task, passed: list[tuple[Estimate, str]]) -> str:
     """What was refused: each reason once, with the first plan that it was given for."""
     first: dict[str, str] = {}
     for each, why in passed:
-        first.setdefault(why, spoken(each.choice.plan(task.pins).to_dict()))
+        first.setdefault(why, plan_text(each.choice.plan(task.pins).to_dict()))
     return "no plan that was tried holds in a dry run: " + "; ".join(
         f"{plan}: {why}" for why, plan in list(first.items())[:3]
     )

@@ -11,7 +11,7 @@ from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Device, Link
 from shoal.planner.computing import python_of
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
-from shoal.planner.held import Held, Tied, copies, elements, in_common, is_cut, resting
+from shoal.planner.held import Held, Tied, copies, elements, in_common, is_cut, on_one_host, resting
 from shoal.planner.pipes import THERE_AND_BACK
 from shoal.planner.task import EXACT, Choice
 
@@ -58,11 +58,12 @@ def exchanged(
         wire += reduced / together
     gathered = paused = 0.0
     often = has.times(number) + has.stays  # what lies on the device is gathered once, when it was updated
+    gathers = often * sum(calls)
     if passes:
         inner = cluster.link(stride, together)
         nbytes = often * numbers.weight * (weights + experts)
-        gathered = inner.seconds("all_gather", nbytes, together, often * sum(calls))
-        paused = _asked(prices, inner, together, stride * together, (often * sum(calls), number))
+        gathered = inner.seconds("all_gather", nbytes, together, gathers)
+        paused = inner.seconds("all_gather", 0, together, _asked(prices, choice, gathers, number))
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes or sends.beside else window[0])
     last = 0.0 if sends.beside else REDUCED_AT_ONCE
@@ -70,20 +71,18 @@ def exchanged(
     waits = cluster.contention * min(early, hidden)
     waits += total * last + gathered * GATHERED_FIRST + paused + (coding if device.on_host else 0.0)
     if passes and device.on_host:
-        waits += often * sum(calls) * HOOKS * python_of(device)
+        waits += gathers * HOOKS * python_of(device)
     at_once = 0.0 if sends.beside else _at_once(prices, own, total / again, cluster.overlap * window[0]) - total * last
     return max(0.0, early - hidden, at_once) + waits, {"copies": wire}
 
 
-def _asked(prices: Prices, link: Link, ranks: int, span: int, often: tuple[float, int]) -> float:
-    """Seconds in which ranks on cores hear whether the others gather the same weights (chunks/shard): before each
-    backward, at the end of a step, and, where memory that all share does not tell them (comm/alike), for each gather.
-    `span`: the ranks from the first to the last of these; `often`: gathers, and microbatches of a step."""
+def _asked(prices: Prices, choice: Choice, gathers: float, number: int) -> float:
+    """How often in a step of `number` microbatches ranks on cores ask whether the others gather the same weights
+    (chunks/shard): before each backward, at the end, and, where memory that all share does not tell them (comm/alike),
+    for each of the `gathers`."""
     if not prices.slowest.on_host:
         return 0.0
-    gathers, number = often
-    across = prices.task.cluster.per_host % span != 0
-    return link.seconds("all_gather", 0, ranks, number + 1 + across * gathers)
+    return number + 1 + (0 if on_one_host(prices, choice) else gathers)
 
 
 def _at_once(prices: Prices, own: Sizes, seconds: float, hidden: float) -> float:

@@ -78,8 +78,13 @@ def in_common(prices: Prices, choice: Choice) -> bool:
     """Whether ranks that share the state have one copy of the weights in memory that is common to them, as ranks on the
     cores of a host do: then nothing of them is sent."""
     on_cores = prices.slowest.on_host and choice.zero > 0 and choice.offload is None
+    return on_cores and on_one_host(prices, choice)
+
+
+def on_one_host(prices: Prices, choice: Choice) -> bool:
+    """Whether ranks that share the state are all on one host."""
     span = choice.spread.stride("copies") // choice.spread.tokens * copies(choice)[0]
-    return on_cores and prices.task.cluster.per_host % span == 0
+    return prices.task.cluster.per_host % span == 0
 
 
 CUT_FROM = {"optimizer state": 1, "masters": 1, "gradients": 2, "weights": 3}

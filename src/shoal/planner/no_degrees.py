@@ -12,12 +12,13 @@ from shoal.planner.choices import Choices, can_share, island
 from shoal.planner.degrees import PINS, Spread, divisors, why_not_tokens
 from shoal.planner.pieces import grouped
 from shoal.planner.profile import NOT_ASKED
-from shoal.planner.task import Task, spoken
+from shoal.planner.task import Task
+from shoal.toml import plan_text
 
 
 def no_degrees(task: Task) -> str:
     """Why a search for `task` finds no degrees, and what would do."""
-    with_pins = f" with {spoken(task.pins)}" if task.pins else ""
+    with_pins = f" with {plan_text(task.pins)}" if task.pins else ""
     return (
         f"no degrees fit {task.cluster.size} devices, {task.rows} rows a step and {len(task.profile.parts)} parts of "
         f"the model{with_pins}: {'; '.join(dict.fromkeys([*_whys(task), _remedy(task)]))}"

@@ -25,7 +25,8 @@ from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.held import Held
 from shoal.planner.no_degrees import no_degrees
-from shoal.planner.task import EXACT, Choice, Estimate, Found, Task, spoken
+from shoal.planner.task import EXACT, Choice, Estimate, Found, Task
+from shoal.toml import plan_text
 
 BEST = 12
 """Candidates that are kept for the simulation of events."""
@@ -200,11 +201,11 @@ def search(task: Task) -> Found:
     if not found.spreads:
         raise UserError(no_degrees(task))
     if found.nearest is None and not found.best:
-        raise UserError(f"no plan with {spoken(task.pins)}: {asked.why_none()}. Leave out one of these")
+        raise UserError(f"no plan with {plan_text(task.pins)}: {asked.why_none()}. Leave out one of these")
     if not found.best:
         assert found.nearest is not None
         near = found.nearest
-        plan = spoken(near.choice.plan(task.pins).to_dict()) or "one rank"
+        plan = plan_text(near.choice.plan(task.pins).to_dict())
         most, needs = asked.most(near.choice), near.bytes
         if asked.prices.slowest.on_host:  # one memory
             needs += near.on_host

@@ -16,7 +16,6 @@ from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import PINS, Spread
 from shoal.planner.pipes import Pace
 from shoal.planner.profile import Profile
-from shoal.toml import toml_fields
 
 TERMS = (
     "compute",
@@ -259,8 +258,3 @@ class Found:
     spreads: int
     bounded: int
     nearest: Estimate | None
-
-
-def spoken(values: Mapping[str, Any]) -> str:
-    """Writes fields of a plan in one line."""
-    return toml_fields(values) or "one rank"

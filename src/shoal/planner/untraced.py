@@ -8,7 +8,7 @@ from typing import Any
 from shoal.plan import Plan
 from shoal.planner.degrees import PINS, Spread
 from shoal.planner.prepare import Untraced
-from shoal.planner.task import spoken
+from shoal.toml import plan_text
 
 
 def without_trace(pins: Mapping[str, Any], ranks: int, error: Untraced) -> tuple[Plan, str]:
@@ -25,9 +25,9 @@ def without_trace(pins: Mapping[str, Any], ranks: int, error: Untraced) -> tuple
         if (given := pins.get(field, degree)) != degree:
             raise Untraced(
                 error.reason,
-                f"Without that only {spoken(copies.plan().to_dict())} can be answered for {ranks} ranks, and {field} = "
-                f"{given} is pinned: leave it out, or give the whole plan instead of asking for one, which the engine "
-                "takes as it is",
+                f"Without that only {plan_text(copies.plan().to_dict())} can be answered for {ranks} ranks, and "
+                f"{field} = {given} is pinned: leave it out, or give the whole plan instead of asking for one, which "
+                "the engine takes as it is",
             ) from error
     return Plan(**{**pins, **degrees}), (
         f"{error.reason}. Memory and time are not predicted: pin zero = 3 or memory where the state does not fit; for "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal import units
-from shoal.toml import toml_fields
+from shoal.toml import plan_text
 
 from .metrics import (
     CheckpointRecord,
@@ -68,11 +68,6 @@ def event_line(event: Event) -> str:
     at = "" if event.time is None else clock.strftime("%m-%d %H:%M:%S", clock.localtime(event.time))
     step = "" if event.step is None else f"step {event.step}"
     return f"{at:14}  {step:11} " + event.text.replace("\n", " ")
-
-
-def plan_text(plan: dict[str, Any]) -> str:
-    """Formats the fields of a plan that are not defaults."""
-    return toml_fields(plan) or "one rank"
 
 
 def _attempt(record: RunRecord) -> str:

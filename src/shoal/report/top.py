@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal import units
+from shoal.toml import plan_text
 
 from .changes import ServerRecord
-from .events import Event, event_line, plan_text
+from .events import Event, event_line
 from .jsonl import read_lines
 from .metrics import RunRecords
 from .progress import Pace, progress_bar, status_line

@@ -45,6 +45,7 @@ class ContextParallel(Axis):
         self.context = Context(self.group, self._attention, self._lane() if self._how == "ring" else None)
         self.noted = [self.context]
         self.context.watch(module)
+        self.context.apart.watch(module)
 
     def why_no_hook(self, layout: Layout | None) -> str | None:
         return f"plan.cp = {self.size}: each rank has the gradient of its part of the rows alone"

@@ -85,7 +85,6 @@ class Context:
             inner: nn.Module = getattr(module, "base_model", module)
             inner.register_forward_pre_hook(self._say_nothing_is_padded, with_kwargs=True)
         self._window = window_of(getattr(module, "config", None))
-        self.apart.watch(module)
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Gives the model the position_ids of this rank's tokens in the whole rows, unless the loss gives some."""
@@ -170,6 +169,7 @@ class Context:
         return found
 
     def check_padding(self, rows: Mapping[str, Tensor]) -> None:
+        """Raises UserError where an attention_mask says that `rows`, or a sample, are padded."""
         check_padding(rows, self._takes_documents)
 
     def state(self) -> Any:
