@@ -139,7 +139,7 @@ def test_everything_runs_through_in_tiny_form(tmp_path):
     assert {path.stem for path in tmp_path.glob("*.json")} == {"gpu_all", *(f"gpu_{job.script}" for job in JOBS)}
 
 
-@pytest.mark.parametrize("name", ["deferred updates", "zero 3"])
+@pytest.mark.parametrize("name", [pytest.param("deferred updates", marks=pytest.mark.matrix), "zero 3"])
 def test_a_run_under_delays_is_compared_with_one_that_waits(name):
     torch.set_num_threads(1)
     found = races.check_delays(name, "cpu", 1, 2)
@@ -179,7 +179,7 @@ def test_every_algorithm_repeats_itself(name):
     assert exchange.check_algorithm(name, "cpu")["seen"] == 0
 
 
-@pytest.mark.parametrize("name", ["zbv", "recompute", "2bw"])
+@pytest.mark.parametrize("name", ["zbv", pytest.param("recompute", marks=pytest.mark.matrix), "2bw"])
 def test_stages_follow_what_they_are_held_against(name):
     torch.set_num_threads(1)
     assert pipeline.check_plan(name, "cpu")["seen"] <= 1e-9

@@ -89,7 +89,9 @@ def test_a_command_that_fails_says_which(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(obstacle()), reason="network namespaces need Linux, root and iproute2")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM, signal.SIGKILL]
+)
 def test_the_cluster_goes_with_its_benchmark(number: signal.Signals) -> None:
     """By Ctrl-C and SIGTERM it removes its namespaces itself; those of one that was killed are removed by the next."""
     child = subprocess.Popen((sys.executable, "-c", HOLDS_A_CLUSTER), cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -59,7 +59,8 @@ ROWS |= {f"weight-{each}": (partial(orders.a_weight_that_travels, each), 2) for 
 THREADS = {"dp": {"dp": 2}, "zero3": {"dp": 2, "zero": 3}, "pp": {"pp": 2}, "2bw": {"pp": 2, "schedule": "2bw"}}
 THREADS |= {"async": {"dp": 2, "exchange": {"name": "async_average", "interval_ms": 0.0, "bound": 1}}}
 ROWS |= {f"threads-{name}": (partial(orders.ranks_that_are_threads, plan), 1) for name, plan in THREADS.items()}
-ALIKE = ("pp-given-up", "weight-1f1b", "threads-dp", "threads-2bw", "threads-async")
+ALIKE = ("pp-given-up", "weight-1f1b", "threads-dp", "threads-2bw", "threads-async", "cut-short-topk")
+ALIKE += ("delayed-saved", "delayed-given-up", "streaming_diloco-given-up")
 """Rows of mechanisms that others have too: for the matrix."""
 WAITS = {
     "answers": (1, (6,)),  # three products, before and after

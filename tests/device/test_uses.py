@@ -55,7 +55,7 @@ CASES["2bw-diverges"] = (uses.unflushed_that_diverges, 2)
 CASES["ddp-scaled"] = (partial(adapters.scaled_ddp_hook, HOOKED[2]), 2)
 MODES = ("lazy", "eager", 1)
 ALIKE = ("overflow-zero1", "overflow-zero2", "ddp-allreduce", "ddp-bytegrad", "ddp-topk", "fsdp2-bf16", "deepspeed-1")
-ALIKE += ("2bw", "pipedream-left")
+ALIKE += ("2bw", "pipedream-left", "evaluation-1", "generation-1", "plans_in_turn-1", "there_and_back-1")
 """Cases of mechanisms that others have too: for the matrix."""
 RUNS = [
     pytest.param(name, mode, marks=() if mode == MODES[0] and name not in ALIKE else pytest.mark.matrix)

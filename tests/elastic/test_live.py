@@ -168,7 +168,7 @@ class Row:
 
 ROWS = {
     "a rank": Row(kill(2)),
-    "rank 0": Row(kill(0), steps=200),
+    "rank 0": Row(kill(0), steps=150),
     "rank 0, and no file is replaced": Row(kill_while_no_file_is_replaced),
     "a stopped rank": Row(stop),
     "two at once": Row(kill(1, 2), survivors=2),
