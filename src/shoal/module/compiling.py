@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.device import is_accelerator
 from shoal.errors import UserError, did_you_mean
+from shoal.module.kept_reads import keeping_reads
 from shoal.module.stand_in import StandIn
 
 
@@ -94,9 +95,9 @@ def compile_blocks(module: nn.Module, backend: bool | str) -> None:
     from torch._dynamo.exc import InvalidBackend  # imported here because it takes seconds
 
     for block in blocks(module):
-        choice: dict[str, Any] = {} if backend is True else {"backend": backend}
         try:
-            block.forward = torch.compile(block.forward, **choice)
+            chosen = keeping_reads("inductor" if backend is True else str(backend))
+            block.forward = torch.compile(block.forward, backend=chosen)
         except InvalidBackend as error:
             known = torch.compiler.list_backends()
             raise UserError(
