@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +273,38 @@ def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, conte
 def test_what_looks_at_neighbours_elsewhere_than_in_attention_is_refused(model: str, loss: str, message: str) -> None:
     answers = run_ranks(trained, 2, model, loss, {"cp": 2})
     assert all(isinstance(each, str) and message in each for each in answers), answers
+
+
+AWAY: dict[str, Any] = {"cp": 2, "zero": 3, "memory": {"chunk": "4KiB"}}
+"""Weights come for the look as for a step, and go again."""
+
+
+def gone_on(world: Any, folder: Path, saved: dict[str, Any], plan: dict[str, Any]) -> list[float]:
+    """The losses of three steps, after the first of which the run is saved and goes on under another plan."""
+    found = []
+    for number, its in enumerate((saved, plan)):
+        engine = made(world, "llama", "causal", its)
+        if number:
+            engine.load(folder / "one")
+        for batch in engine.batches(rows(), steps=1 + number):
+            found.append(float(engine.step(batch).loss))
+        if not number:
+            engine.save(folder / "one")
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("saved", [{"cp": 2, "zero": 3}, {"dp": 2}], ids=str)
+def test_the_look_before_the_first_step_leaves_weights_of_chunks_and_of_checkpoints_as_they_are(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = reference(trained, 1, "llama", "causal", {})[0]
+    assert run_ranks(gone_on, 2, tmp_path, saved, {**AWAY, "recompute": "full"}) == [pytest.approx(whole, rel=1e-6)] * 2
+
+
+def test_where_weights_are_away_what_looks_at_neighbours_is_refused_as_well() -> None:
+    answers = run_ranks(trained, 2, next(iter(ELSEWHERE)), "causal", AWAY)
+    assert all("in Elsewhere the result of a token depends on other tokens" in each for each in answers), answers
 
 
 def test_rows_that_are_padded_at_their_ends_need_no_mask_where_attention_is_causal() -> None:
