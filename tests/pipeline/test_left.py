@@ -178,3 +178,37 @@ def test_what_is_set_on_a_stand_in_is_set_on_its_part() -> None:
 def test_a_value_that_is_used_only_later_gives_no_wrong_loss() -> None:
     with pytest.raises(TrainingError, match=r"the loss is nan; .* \(\d of 6\)"):  # of all stages' parameters
         simulate_world(3, changing)
+
+
+class Calls(Layer):
+    """Multiplies by how often it was called. `anew`: the count is a new tensor each time."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.anew = anew
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.anew:
+            self.calls = self.calls + 1
+        else:
+            self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class OfCalls(Three):
+    def __init__(self, anew: bool) -> None:
+        super().__init__(False)
+        self.blocks = nn.ModuleList(Calls(anew) for _ in range(3))
+
+
+def of_calls(world: Any, plan: dict[str, Any], anew: bool) -> list[float]:
+    return losses_of(world, partial(OfCalls, anew), squares, rows(), plan, 8)
+
+
+def test_what_a_later_forward_changes_in_place_is_named_and_the_remedies_train() -> None:
+    (alone,) = simulate_world(1, of_calls, {}, False)
+    with pytest.raises(UserError, match=r"after its forward, as by .* give the module a new tensor"):
+        simulate_world(3, of_calls, STAGES, False)
+    for plan, anew in ((STAGES, True), ({**STAGES, "recompute": "full"}, False)):
+        assert all(found == pytest.approx(alone) for found in simulate_world(3, of_calls, plan, anew))

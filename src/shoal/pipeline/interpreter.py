@@ -105,7 +105,10 @@ class Interpreter:
                 try:
                     self._compute(action, work, complete, last)
                 except Exception as error:
-                    error.add_note(f"in {action} (stage {action.stage}, microbatch {action.microbatch})")
+                    where = f"in {action} (stage {action.stage}, microbatch {action.microbatch})"
+                    if "modified by an inplace operation" in str(error):
+                        raise _changed_meanwhile(where) from error
+                    error.add_note(where)
                     raise
 
     def forget(self, microbatch: int) -> None:
@@ -252,3 +255,11 @@ class Interpreter:
     def close(self) -> None:
         """Closes the lanes and groups on which values travel."""
         self._mail.close()
+
+
+def _changed_meanwhile(where: str) -> UserError:
+    return UserError(
+        f"plan.pp: {where}: a tensor that backward needs was changed in place after its forward, as by `self.calls += "
+        "1` in the forward of a later microbatch, which a pipeline runs before this backward: give the module a new "
+        'tensor instead (self.calls = self.calls + 1), or take plan.recompute = "full", or plan.pp = 1'
+    )
