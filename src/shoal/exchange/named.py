@@ -48,10 +48,17 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 }
 
 LEAST = {
-    "chunk_bytes": 1, "rank": 1, "every": 1, "ranks": 1, "delay": 1, "bound": 1, "fragments": 1,
-    "start": 0, "warmup": 0, "overlap": 0,
-}  # fmt: skip
-"""The least of each parameter that counts something."""
+    "rank": 1,
+    "every": 1,
+    "ranks": 1,
+    "delay": 1,
+    "bound": 1,
+    "fragments": 1,
+    "start": 0,
+    "warmup": 0,
+    "overlap": 0,
+}
+"""The least of each parameter that counts something; of bytes see tuning.given_chunk_bytes."""
 
 
 def algorithm(option: Option) -> Algorithm:
@@ -70,7 +77,7 @@ def algorithm(option: Option) -> Algorithm:
     except TypeError as error:
         raise UserError(f"plan.exchange = {option!r}: a parameter is of the wrong kind ({error})") from error
     for key in LEAST.keys() & given.keys():
-        if (key, given[key]) != ("chunk_bytes", None) and (type(given[key]) is not int or given[key] < LEAST[key]):
+        if type(given[key]) is not int or given[key] < LEAST[key]:
             raise UserError(
                 f'plan.exchange: "{name}": {key} = {given[key]!r:.100}: give a whole number from {LEAST[key]} on'
             )
