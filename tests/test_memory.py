@@ -578,6 +578,7 @@ def test_two_who_say_how_large_a_chunk_is():
     [
         ({"devise": "1GiB"}, 'plan.memory has no key "devise". Did you mean "device"?'),
         ({"device": "1GiG"}, "plan.memory.device = '1GiG': give bytes, or a text such as"),
+        ({"chunk": "0"}, "plan.memory.chunk = '0': give at least 1 byte, or a text such as"),
         ("all", "plan.memory = 'all': give \"auto\", or a table"),
         ({"activations": 2}, "plan.memory.activations = 2: give the share"),
         ({"update": "never"}, "plan.memory.update = 'never': give one of auto, at once, deferred, streamed"),

@@ -56,6 +56,9 @@ def test_one_schema_for_python_toml_and_json():
     ("option", "message"),
     [
         ("allreduse", 'plan.exchange = "allreduse" is not implemented. Did you mean "allreduce"?'),
+        ({"name": "powersgd", "rank": 0}, '"powersgd": rank = 0: give a whole number from 1 on'),
+        ({"name": "local_sgd", "start": 1.5}, '"local_sgd": start = 1.5: give a whole number from 0 on'),
+        ({"name": "islands", "ranks": 0}, '"islands": ranks = 0: give a whole number from 1 on'),
         ({"name": "allreduce", "buckets": 1}, 'no parameter "buckets". "allreduce" takes: chunk_bytes'),
         ({"name": "topk", "ration": 0.1}, '"topk" has no parameter "ration". Did you mean "ratio"? "topk" takes: '),
         ({"name": "diloco", "fragment": 2}, 'no parameter "fragment"'),

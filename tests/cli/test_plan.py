@@ -52,6 +52,14 @@ def test_an_option_of_the_planner_that_is_empty_is_not_left_out(shoal, job_file)
     assert answer.code == 2 and answer.err.startswith("error: --budget goes with --on: name a machine")
 
 
+def test_a_cluster_file_that_cannot_be_written_is_refused_before_measuring(shoal, tmp_path, monkeypatch):
+    from shoal.cli import measured
+
+    monkeypatch.setattr(measured, "here", lambda *_, **__: pytest.fail("it is measured"))
+    answer = shoal("plan", "--measure", tmp_path / "none" / "here.toml", "--nproc", 1)
+    assert answer.code == 2 and "here.toml: give a file in a directory that there is" in answer.err
+
+
 def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     answer = shoal(
         "plan",

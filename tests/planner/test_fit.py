@@ -15,6 +15,7 @@ from shoal.models import build, causal_lm
 from shoal.planner import Machine, Prediction, Subject, dry_run, family, largest, others, predict, that_fit
 from shoal.planner.fit import STEP
 from shoal.precision import precision
+from shoal.units import enough, size
 from tests.parity.cases import text
 from tests.planner.test_memory import run_dry
 
@@ -56,6 +57,20 @@ def test_a_gpu_has_a_memory_of_its_own():
     assert "host" not in {
         row.tier for row in predicted(Plan(), Machine(64 * MIB, MIB)).need.rows if row.role != "process"
     }
+
+
+def test_what_the_plan_gives_the_host_and_the_disk_is_lacking_where_it_is_too_little(tmp_path):
+    """The engine refuses both when it is made: a search took such a plan."""
+    for machine in (Machine(64 * MIB), Machine(64 * MIB, 64 * MIB)):
+        home = predicted(Plan(memory={"host": "64MiB"}), machine).fits[0]
+        assert home.memory == "plan.memory.host" and home.free > 0
+        assert predicted(Plan(memory={"host": home.needed}), machine).lacking(math.inf) == ""
+        short = predicted(Plan(memory={"host": home.needed - 1}), machine).lacking(math.inf)
+        assert short == f"plan.memory.host = {size(home.needed - 1)} is too little: take {enough(home.needed)} at least"
+        paged = {"disk": {"path": str(tmp_path), "size": "1KiB"}}
+        disk = predicted(Plan(memory=paged), machine)
+        said = f"plan.memory.disk = 1.00 KiB is too little: take {enough(disk.need.total('disk'))} at least"
+        assert disk.lacking(math.inf) == said
 
 
 def test_other_plans_come_by_the_number_of_their_changes():

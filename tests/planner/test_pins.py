@@ -21,7 +21,7 @@ from shoal.jobs.read import parse_job, plan_pins
 from shoal.optim.groups import small_optimizer
 from shoal.planner.ask import check_tokens, legal_degrees
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, degrees
+from shoal.planner.degrees import Spread, degrees, ways
 from shoal.planner.explain import fits, smallest, within_budget
 from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.search import search
@@ -115,6 +115,14 @@ def test_a_field_is_pinned_once() -> None:
     assert plan_pins(["dp=2", "dp=2", "memory.device=1GiB", "memory.host=2GiB"])["dp"] == 2
     with pytest.raises(UserError, match="--pin dp=4: another --pin gives dp = 2: leave out one of them"):
         plan_pins(["dp=2", "tp=2", "dp=4"])
+    for pins, said in (
+        (["memory=none", "memory.device=1GiB"], "--pin memory.device=1GiB: another --pin gives memory = none"),
+        (["memory.device=1GiB", "memory=none"], "--pin memory=none: another --pin gives memory = {'device': '1GiB'}"),
+        (["memory.device=1GiB", "memory.device=2GiB"], "another --pin gives memory.device = '1GiB': leave out one"),
+        (['memory={device="1GiB"}', "memory.device=2GiB"], "another --pin gives memory.device = '1GiB'"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            plan_pins(pins)
 
 
 NONE_FIT: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any] | None]] = [
@@ -245,8 +253,15 @@ def test_rows_are_dealt_out_wherever_they_come_out_even() -> None:
     assert legal(64, heads=12, keys=3) == {(2, True), (4, True), (8, True)}
 
 
+def test_a_degree_that_does_not_divide_the_ranks_is_traced_as_one_that_is_not_pinned() -> None:
+    """A model whose heads do not come out even among three was asked for nothing else, so no remedy had a number."""
+    assert ways({"tp": 3}, 8) == {"parts": (2,), "tokens": (2,), "ring": (2,), "experts": (2,)}
+    assert ways({"tp": 3}, 6)["parts"] == (3,) and ways({"cp": 1, "tp": 4}, 12) == {"parts": (2,), "experts": (2, 3)}
+
+
 def test_rows_that_cannot_be_dealt_out_as_pinned_are_refused_before_a_trace() -> None:
     for pins, values, row, said in (
+        ({"cp": 5}, {}, 64, "plan.cp = 5: rows of 64 tokens do not .*: take plan.cp = 1 or 2 or 4 or 8$"),
         ({"cp": 2}, {}, 33, "plan.cp = 2: rows of 33 tokens do not come out even in 2 pieces.*take plan.cp = 1 or 3"),
         ({"cp": 3, "context": "ring"}, {}, 33, 'in 6 pieces: take plan.cp = 1, or plan.context = "ulysses"$'),
         (
@@ -258,10 +273,10 @@ def test_rows_that_cannot_be_dealt_out_as_pinned_are_refused_before_a_trace() ->
         ({"cp": 8}, {}, 8, "rows of 8 tokens leave each of 8 ranks one.*take plan.cp = 1 or 2 or 4$"),
     ):
         with pytest.raises(UserError, match=said):
-            check_tokens(pins, values, row)
+            check_tokens(pins, values, row, 24)
     for pins in ({"cp": 2, "tp": 4}, {"cp": 4, "context": "ulysses"}, {}):
-        check_tokens(pins, {"heads": 4}, 64)
-    check_tokens({"cp": 2}, {}, None)
+        check_tokens(pins, {"heads": 4}, 64, 24)
+    check_tokens({"cp": 2}, {}, None, 24)
 
 
 def test_a_machine_of_one_island_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shoal.chunks.movement import fetched, plan
+from shoal.errors import UserError
 from shoal.models import build
 from shoal.plan import Plan
 from shoal.planner import Machine, Subject, predict
@@ -270,3 +271,18 @@ def test_a_dry_run_says_as_much() -> None:
         assert estimate.on_host == pytest.approx(home, abs=apart)
         assert estimate.on_disk == pytest.approx(counted.total("disk"), abs=apart)
         assert counted.total("disk") > 0 or away.disk is None
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["devices", "cores"])
+def test_what_a_plan_gives_the_host_is_a_limit(on_host: bool) -> None:
+    """Plans that need more of it were found, and dry runs of each took half a minute to refuse them."""
+    host = cluster().hosts[0]
+    on = replace(cluster(), hosts=(replace(host, device=replace(host.device, on_host=on_host)),))
+    home = search(task(pins={"memory": {}, "zero": 3, "dp": 4}, on=on)).best[0].on_host
+    for given, fits in ((int(home) + 1, True), (int(home) - 1, False)):
+        asked = task(pins={"memory": {"host": given}, "zero": 3, "dp": 4}, on=on)
+        if fits:
+            assert search(asked).best[0].on_host == pytest.approx(home)
+        else:
+            with pytest.raises(UserError, match=r"no plan fits: .* of its host for a rank, where .* are. Take more"):
+                search(asked)

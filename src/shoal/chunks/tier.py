@@ -82,7 +82,7 @@ def budget(option: Option | None, device: torch.device) -> Budget | None:
         None if host is None else nbytes(host, "plan.memory.host"),
         _disk(option["disk"]) if "disk" in option else None,
         update,
-        None if option.get("chunk") is None else nbytes(option["chunk"], "plan.memory.chunk"),
+        None if option.get("chunk") is None else nbytes(option["chunk"], "plan.memory.chunk", 1),
         _share(option.get("activations", 0.0)),
     )
 

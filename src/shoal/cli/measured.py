@@ -27,6 +27,8 @@ def measure_machine(path: Path, nproc: int | None, as_json: bool) -> None:
         raise UserError(f"--nproc {ranks}: give at least 1 rank")
     if path.suffix != ".toml":
         raise UserError(f"--measure {path}: cluster files are called *.toml, so that --on knows them")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--measure {path}: give a file in a directory that there is, such as here.toml")
     device = any_device() if len(accelerators()) >= ranks else CPU
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     groups = _groups(ranks) if ranks > 1 else None

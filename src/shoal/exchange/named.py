@@ -47,9 +47,23 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "none": NoExchange,
 }
 
+LEAST = {
+    "rank": 1,
+    "every": 1,
+    "ranks": 1,
+    "delay": 1,
+    "bound": 1,
+    "fragments": 1,
+    "start": 0,
+    "warmup": 0,
+    "overlap": 0,
+}
+"""The least of each parameter that counts something; of bytes see tuning.given_chunk_bytes."""
+
 
 def algorithm(option: Option) -> Algorithm:
-    """Makes the algorithm that a plan's `exchange` names. Raises UserError for an unknown name or parameter."""
+    """Makes the algorithm that a plan's `exchange` names. Raises UserError for an unknown name or parameter, and for a
+    value that a parameter cannot have."""
     name = option_name(option, "exchange")
     if name not in ALGORITHMS:
         raise UserError(
@@ -57,7 +71,14 @@ def algorithm(option: Option) -> Algorithm:
             f"This version has: {', '.join(ALGORITHMS)}"
         )
     check_parameters("exchange", option, ALGORITHMS[name])
+    given = option_parameters(option)
     try:
-        return ALGORITHMS[name](**option_parameters(option))
+        made = ALGORITHMS[name](**given)
     except TypeError as error:
         raise UserError(f"plan.exchange = {option!r}: a parameter is of the wrong kind ({error})") from error
+    for key in LEAST.keys() & given.keys():
+        if type(given[key]) is not int or given[key] < LEAST[key]:
+            raise UserError(
+                f'plan.exchange: "{name}": {key} = {given[key]!r:.100}: give a whole number from {LEAST[key]} on'
+            )
+    return made

@@ -141,7 +141,7 @@ def task_of(
     """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
     otherwise. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
-    check_tokens(pins, settled.model.values, job.data.sequence)
+    check_tokens(pins, settled.model.values, job.data.sequence, devices)
     traced = profile_of(settled, ways(pins, devices), Plan(placements=pins.get("placements")))
     check_traced(pins, traced)
     with in_section("train"):

@@ -177,13 +177,28 @@ def plan_pins(pins: Sequence[str]) -> dict[str, Any]:
             if key == "microbatch":
                 hint = f" Write --set train.{pin.strip()}."
             raise UserError(f'--pin {pin}: a plan has no key "{key}".{hint} Keys: {", ".join(known)}')
-        value = _nested(found.get(key), path, _value(written), f"--pin {pin}")
-        value = None if (key, value) == ("memory", "none") else value  # all stays on the device
-        if not path and found.get(key, value) != value:
-            raise UserError(f"--pin {pin}: another --pin gives {key} = {found[key]!r:.100}: leave out one of them")
+        value = _value(written)
+        value = None if (name.strip(), value) == ("memory", "none") else value  # all stays on the device
+        before, given = _given(found, (key, *path))
+        if before and given != value:
+            raise UserError(f"--pin {pin}: another --pin gives {before}: leave out one of them")
+        value = _nested(found.get(key), path, value, f"--pin {pin}")
         _check("plan", key, value, f"--pin {pin}")
         found[key] = value
     return found
+
+
+def _given(fields: Mapping[str, Any], path: Sequence[str]) -> tuple[str, Any]:
+    """What `fields` give at `path`, or above it where that is no table, with how it is written; "" for nothing."""
+    value: Any = fields
+    name = ""
+    for key in path:
+        if not isinstance(value, Mapping):
+            break
+        if key not in value:
+            return "", None
+        value, name = value[key], f"{name}.{key}".removeprefix(".")
+    return f"{name} = {'none' if value is None else repr(value):.100}", value
 
 
 def _leave_to_the_planner(plan: dict[str, Any], origins: dict[str, str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from shoal.errors import UserError
 from shoal.optim.groups import OptimizerFactory
-from shoal.planner.degrees import Spread, divisors, why_not_tokens
+from shoal.planner.degrees import FIELDS, Spread, divisors, why_not_tokens
 from shoal.planner.memory import KEPT
 from shoal.planner.profile import Profile
 from shoal.planner.state import optimizer_state
@@ -51,9 +52,9 @@ def legal_degrees(values: Mapping[str, Any], profile: Profile, sequence: int | N
     return found
 
 
-def check_tokens(pins: Mapping[str, Any], values: Mapping[str, Any], sequence: int | None) -> None:
-    """Raises UserError, before a model of these settings is traced, where ranks cannot share its rows, of `sequence`
-    tokens, as it is pinned."""
+def check_tokens(pins: Mapping[str, Any], values: Mapping[str, Any], sequence: int | None, devices: int) -> None:
+    """Raises UserError, before a model of these settings is traced, where ranks, `devices` of them in all, cannot share
+    its rows, of `sequence` tokens, as it is pinned."""
     ranks, parts, known = pins.get("cp", 1), pins.get("tp", 1), _known(values, sequence)
     if ranks == 1 or sequence is None:
         return
@@ -65,7 +66,9 @@ def check_tokens(pins: Mapping[str, Any], values: Mapping[str, Any], sequence: i
     rings = [pins["context"] == "ring"] if "context" in pins else [False, True]
     if against := whys(ranks, rings):
         beside = f" with plan.tp = {parts}" if parts > 1 else ""
-        may = [number for number in divisors(sequence, 64) if number == 1 or not whys(number, rings)]
+        others = prod(pins.get(FIELDS[what], 1) for what in ("stages", "copies", "parts"))
+        left = devices if devices % others else devices // others
+        may = [number for number in divisors(left) if number == 1 or not whys(number, rings)]
         other = "" if whys(ranks, [False, True]) else f', or plan.context = "{"ulysses" if rings[0] else "ring"}"'
         raise UserError(
             f"plan.cp = {ranks}{beside}: {', and '.join(against)}: take plan.cp = {' or '.join(map(str, may))}{other}"

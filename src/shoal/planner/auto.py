@@ -88,7 +88,7 @@ def auto_plan(
         if machine is None:
             machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
         values = _settings(model, microbatch)
-        check_tokens(given, values, length)
+        check_tokens(given, values, length, machine.size)
         try:
             traced = profile(replace(subject, plan=Plan(placements=given.get("placements"))), ways(given, machine.size))
         except Untraced as error:

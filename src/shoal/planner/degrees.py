@@ -75,11 +75,12 @@ def divided_by(group: str) -> str:
 def ways(pins: Mapping[str, Any], size: int) -> Ways:
     """How `size` ranks may divide a model beside stages and copies, where `pins` do not say that they do not. The
     numbers of ranks are the primes of the degree that is pinned, else those of all ranks: two may not come out even (3
-    heads) where three do."""
+    heads) where three do. So are they beside a pinned degree that does not divide these: it is refused, and what would
+    do is said."""
     found = {}
     for field in ("tp", "cp", "ep") if size > 1 else ():
-        if pins.get(field) != 1:
-            found[PINS[field]] = _primes(pins.get(field, size))
+        if (given := pins.get(field, size)) != 1:
+            found[PINS[field]] = _primes(size if size % given else given)
     return {**found, **({"ring": found["tokens"]} if "tokens" in found else {})}
 
 

@@ -32,6 +32,7 @@ from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
 
 BUDGET, GPU, HOST, DISK = "plan.memory.device", "GPU memory", "host memory", "plan.memory.disk"
+AT_HOME = "plan.memory.host"
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,31 @@ class Prediction:
         return min(fit.free for fit in self.fits)
 
     def lacking(self, most: float) -> str:
-        """Says what is too much, where a rank needs more than `most` bytes of its device, or than `plan.memory.device`,
-        or ranks more than their host has; else "". Without a GPU the device is a part of the host's memory, and no
-        other microbatch helps a budget: it holds weights and gradients alone."""
+        """Says what is too much, where a rank needs more than `most` bytes of its device, or than `plan.memory` gives
+        it of a tier, or ranks more than their host has; else "". Without a GPU the device is a part of the host's
+        memory, and no other microbatch helps a budget: it holds weights and gradients alone."""
         fits, nbytes = {fit.memory: fit for fit in self.fits}, self.need.total("device")
         if BUDGET in fits and fits[BUDGET].free < 0:
             least, given = units.enough(fits[BUDGET].needed), units.size(fits[BUDGET].available)
             if GPU in fits:
                 return f"a dry run counts {least}, more than {BUDGET} = {given}"
             return f"{BUDGET} = {given} is too little: take {least} at least"
+        for tier, needed, allowed in self._at_home():
+            if needed > allowed:
+                return f"{tier} = {units.size(allowed)} is too little: take {units.enough(needed)} at least"
         if GPU not in fits:
             nbytes += self.need.total("host")
         elif fits[HOST].free < 0:
             return f"a dry run counts {units.enough(fits[HOST].needed)} of a host"
         return f"a dry run counts {units.enough(nbytes)}" if nbytes > most else ""
+
+    def _at_home(self) -> Iterator[tuple[str, int, int]]:
+        """What is needed of host and disk, and what the plan gives of them. How much of a disk is free says nothing of
+        that of another machine."""
+        yield from ((fit.memory, fit.needed, fit.available) for fit in self.fits if fit.memory == AT_HOME)
+        allowed = budget(self.plan.memory, torch.device("cpu"))
+        if allowed is not None and allowed.disk is not None and allowed.disk.size is not None:
+            yield DISK, self.need.total("disk"), allowed.disk.size
 
 
 def _check(plan: Plan, optimizer: OptimizerFactory, precision: Precision, recording: Recording) -> None:
@@ -188,7 +200,7 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
         home = sum(
             row.nbytes for row in need.rows if row.tier == "host" and row.phase == "always" and row.role != "process"
         )
-        yield Fit("plan.memory.host", home, allowed.host)
+        yield Fit(AT_HOME, home, allowed.host)
     if allowed is not None and allowed.disk is not None:
         free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
         yield Fit(DISK, need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))

@@ -165,9 +165,17 @@ class Search(Choices):
 
     def fits(self, choice: Choice, has: Held) -> bool:
         """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""
+        if has.host > self.on_host(choice):
+            return False
         if self.prices.slowest.on_host:
             return has.bytes + has.host <= self.task.most
-        return has.bytes <= self.most(choice) and has.host <= self.task.cluster.host_memory
+        return has.bytes <= self.most(choice)
+
+    def on_host(self, choice: Choice) -> float:
+        """Bytes of the host that a rank may use, by the machine and the plan; of cores the machine has one memory."""
+        given = None if choice.offload is None else choice.offload.host
+        has = math.inf if self.prices.slowest.on_host else self.task.cluster.host_memory
+        return has if given is None else min(has, given)
 
     def _at_ease(self, begun: Begun) -> bool:
         """Whether nothing is computed again but what a pin says."""
@@ -211,7 +219,7 @@ def search(task: Task) -> Found:
             needs += near.on_host
         takes = f"{units.enough(needs)} of a rank, which may use {units.size(most)}"
         if needs <= most:
-            has = units.size(task.cluster.host_memory)
+            has = units.size(asked.on_host(near.choice))
             takes = f"{units.enough(near.on_host)} of its host for a rank, where {has} are"
         raise UserError(
             f"no plan fits: the one that needs least, {plan} with microbatches of {near.choice.microbatch}, takes "
