@@ -623,3 +623,27 @@ def test_what_a_layer_keeps_for_the_next_one_does_not_decide_about_cuts(known):
             Distances.places(length)
     found = cuts_of(model, 2, None).found
     assert {name for name in found.parts if name.endswith("table")} == {"biases.0.table", "biases.1.table"}
+
+
+class Spoken(Gate):
+    """Prints a value of a buffer, as the quantized layers of I-BERT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def __repr__(self) -> str:
+        return f"Spoken({self.seen.item():.2f})"
+
+
+class Speaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gate, self.head = nn.Embedding(31, 8), Spoken(), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.gate(self.words(ids)))
+
+
+def test_a_layer_that_prints_values_is_cut():
+    assert cuts_of(build(Speaking, 0).module, 2, None).found.kinds["gate.up"] == "column"
