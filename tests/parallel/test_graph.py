@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -49,12 +49,12 @@ class Heads(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | float = 0.0) -> Tensor:
         q, k, v = (
             each.view(len(x), -1, self.heads, self.wide // self.heads).transpose(1, 2)
             for each in self.qkv(x).split(self.wide, -1)
         )
-        scores = self.norm(q) @ k.transpose(-1, -2) + self.slopes[:, None, None]
+        scores = self.norm(q) @ k.transpose(-1, -2) + self.slopes[:, None, None] + bias
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(len(x), -1, self.wide))
 
 
@@ -578,3 +578,72 @@ def test_looking_at_a_model_leaves_no_hooks() -> None:
     module = build(Collecting, 0).module
     cuts_of(module, 2, None)
     assert not module.get_submodule("up")._forward_hooks and not module.is_hooked
+
+
+class Distances(nn.Module):
+    """A bias by head and distance; which distance is where, is kept outside of the model, as BEiT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 4))
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def places(length: int) -> Tensor:
+        at = torch.arange(length)
+        return (at[:, None] - at).clamp(-3, 3) + 3
+
+    def forward(self, length: int) -> Tensor:
+        return self.table[self.places(length).view(-1)].view(length, length, -1).permute(2, 0, 1)
+
+
+class Biased(nn.Module):
+    """Layers of attention, each with such a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.layers = nn.ModuleList(Heads() for _ in range(2))
+        self.biases = nn.ModuleList(Distances() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        for layer, bias in zip(self.layers, self.biases, strict=True):
+            h = layer(h, bias(ids.shape[1]))
+        return self.head(h)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["nothing kept", "kept before"])
+def test_what_a_layer_keeps_for_the_next_one_does_not_decide_about_cuts(known):
+    """Ranks of which one had run such a model before cut it otherwise, and met in other collectives."""
+    Distances.places.cache_clear()
+    model = build(Biased, 0).module
+    if known:
+        for length in range(40):
+            Distances.places(length)
+    found = cuts_of(model, 2, None).found
+    assert {name for name in found.parts if name.endswith("table")} == {"biases.0.table", "biases.1.table"}
+
+
+class Spoken(Gate):
+    """Prints a value of a buffer, as the quantized layers of I-BERT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def __repr__(self) -> str:
+        return f"Spoken({self.seen.item():.2f})"
+
+
+class Speaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gate, self.head = nn.Embedding(31, 8), Spoken(), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.gate(self.words(ids)))
+
+
+def test_a_layer_that_prints_values_is_cut():
+    assert cuts_of(build(Speaking, 0).module, 2, None).found.kinds["gate.up"] == "column"

@@ -813,6 +813,42 @@ def test_a_model_may_compute_its_blocks_again(together, plan):
         assert found == pytest.approx(one, rel=1e-12)
 
 
+class Again(torch.autograd.Function):
+    """Keeps of all blocks the input of the first alone, and runs them again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: nn.ModuleList) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.blocks = blocks
+        return Again.through(x, blocks)
+
+    @staticmethod
+    def through(x: Tensor, blocks: nn.ModuleList) -> Tensor:
+        for block in blocks:
+            x = block(x).tanh()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            Again.through(x, ctx.blocks).backward(grad)
+        return x.grad, None
+
+
+class Reversible(Loose):
+    """As the layers of Reformer are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Again.apply(self.embedding(x) + self.token, self.blocks)) * self.scale
+
+
+def test_blocks_that_an_autograd_function_runs_may_lie_in_the_last_stage():
+    one = reference(train, 1, Reversible, {})[0]
+    for found in run_ranks(train, 2, Reversible, {"pp": 2, "stages": [["embedding"], ["blocks", "head"]]}):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
 def refusal(world: World, model: Any) -> str:
     cut = {"pp": 3, "stages": [1, 1, 2]} if model is Chosen else {"pp": 2}
     with pytest.raises(UserError) as caught:
@@ -853,6 +889,7 @@ class Around(nn.Module):
     ("model", "message"),
     [
         (partial(Checkpointed, reentrant=True), 'plan.recompute = "full"'),
+        (Reversible, "blocks.0 is called inside the forward of Again.* plan.pp = 1"),
         (Chosen, "shape .* depends on .* values"),
         (Compared, "reads, outside its parts, the value"),
         (Around, "layers.0 more than once.* plan.pp = 1"),

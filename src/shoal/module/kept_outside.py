@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, partial
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.module.record import has_values
+
+Table: TypeAlias = "dict[Any, Any] | _lru_cache_wrapper[Any]"
 
 OTHERS = {*sys.stdlib_module_names, "torch", "shoal"}
 """Packages whose code keeps no such tensors."""
@@ -29,12 +31,35 @@ def nothing_kept_outside(*owners: Any) -> Iterator[list[Any]]:
     try:
         yield found
     finally:
-        for code in {each.__name__: each for owner in found for each in _code_of(owner)}.values():
-            for value in list(vars(code).values()):
-                _drop(value)
-                if isinstance(value, type) and value.__module__ == code.__name__:
-                    for inner in list(vars(value).values()):
-                        _drop(inner)
+        for table in _tables_of(*found):
+            _drop(table, _has_no_values)
+
+
+def forgetting(owner: Any) -> Callable[[], None]:
+    """Returns a function that empties the caches of the code of `owner`, so that what is called next computes all of
+    its tensors, whoever was called before: results of `functools.lru_cache`, and what dicts have got since that has no
+    values."""
+    tables = [(each, len(each) if isinstance(each, dict) else 0) for each in _tables_of(owner)]
+
+    def forget() -> None:
+        for table, before in tables:
+            if isinstance(table, dict):
+                if len(table) > before:
+                    _drop(table, _has_no_values)
+            elif table.cache_info().currsize:
+                _drop(table, _has_tensors)
+
+    return forget
+
+
+def _tables_of(*owners: Any) -> Iterator[Table]:
+    """Yields what keeps results by their arguments in the code of `owners`."""
+    for code in {each.__name__: each for owner in owners for each in _code_of(owner)}.values():
+        for value in list(vars(code).values()):
+            yield from _tables(value)
+            if isinstance(value, type) and value.__module__ == code.__name__:
+                for inner in list(vars(value).values()):
+                    yield from _tables(inner)
 
 
 def _code_of(owner: Any) -> Iterator[ModuleType]:
@@ -65,23 +90,34 @@ def _own(name: str) -> Iterator[ModuleType]:
         yield sys.modules[name]
 
 
-def _drop(value: Any) -> None:
-    """Drops tensors without values from what a name in a Python module or a class stands for."""
+def _tables(value: Any) -> Iterator[Table]:
+    """Yields the tables of what a name in a Python module or a class stands for."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
         value = value.fget
-    if type(value) is dict:
-        for key in [key for key, each in list(value.items()) if _has_no_values(each)]:
-            value.pop(key, None)
-    elif isinstance(value, _lru_cache_wrapper):
-        if any(_has_no_values(each) for each in gc.get_referents(value)):
-            value.cache_clear()
+    if type(value) is dict or isinstance(value, _lru_cache_wrapper):
+        yield value
     elif isinstance(value, FunctionType):
         for kept in gc.get_referents(*(value.__closure__ or ())):  # a cell may be empty
             if not isinstance(kept, FunctionType):
-                _drop(kept)
-        _drop(vars(value).get("__wrapped__"))
+                yield from _tables(kept)
+        yield from _tables(vars(value).get("__wrapped__"))
+
+
+def _drop(table: Table, which: Callable[[Any], bool]) -> None:
+    """Drops from a dict the values of which `which` is true, and all results of a function if it is of one."""
+    if isinstance(table, dict):
+        for key in [key for key, each in list(table.items()) if which(each)]:
+            table.pop(key, None)
+    elif any(which(each) for each in gc.get_referents(table)):
+        table.cache_clear()
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor | tuple | list | dict) and any(
+        isinstance(each, Tensor) for each in tree_leaves(value)
+    )
 
 
 def _has_no_values(value: Any) -> bool:

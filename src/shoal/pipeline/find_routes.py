@@ -9,8 +9,10 @@ output that skips a stage is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
 from shoal.pipeline.split import Split
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def find_routes(
@@ -195,6 +199,12 @@ class _Look(Calls):
 
     def elsewhere(self, unit: int) -> Any:
         self._check_not_apart(unit)
+        if function := _function_around():
+            raise _Unfit(
+                f"{self._split.units[unit].name} is called inside the forward of {function}, a torch.autograd.Function "
+                "whose backward runs in one stage: give all parts that it calls, and all that come behind them, to the "
+                "last stage (plan.stages), or take plan.pp = 1"
+            )
         call = self.count(unit)
         given = self._routes.given(unit, call)
         if given is None:
@@ -220,6 +230,20 @@ class _Look(Calls):
 
     def changed(self) -> frozenset[Value]:
         return frozenset(value for value, tensor, version in self._own if tensor._version != version)
+
+
+def _function_around() -> str:
+    """Returns the name of the autograd function inside whose forward the model calls a part; "" if there is none.
+
+    Autograd sees nothing of what runs there: a stage that leaves in the middle of it would send values that no gradient
+    comes back to. Reversible layers are written so.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not look.__code__:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return ""
 
 
 def _why_not_given(part: str, leaf: Any) -> str:

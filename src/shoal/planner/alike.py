@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from shoal.module.printed import printed
 from shoal.pipeline.units import Unit
 
 
 def kind_of(unit: Unit, given: Any) -> str:
     """Equal for blocks that compute alike: their settings, which modules print, their parameters, and their inputs."""
     parameters = [(name, tuple(each.shape), each.dtype) for name, each in unit.module.named_parameters()]
-    return repr((type(unit.module), unit.module, parameters, outline(given)))
+    return repr((type(unit.module), printed(unit.module), parameters, outline(given)))
 
 
 class _Alike(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.module.build import build_blank, without_values
 from shoal.module.compiling import blocks
+from shoal.module.printed import printed
 from shoal.module.recompute import without_caches
 from shoal.plan import Plan
 from shoal.planner.dry_run import run
@@ -32,7 +33,7 @@ def why_not_compiled(subject: Subject) -> str:
     known: set[str] = set()
     for block, calls in zip(blocks(module.train()), _calls(subject), strict=True):
         shapes = [(name, tuple(each.shape)) for name, each in block.named_parameters()]
-        key = repr((block, shapes, calls))
+        key = repr((printed(block), shapes, calls))
         if calls and key not in known:
             known.add(key)
             if why := _traced(block, *calls[0]):

@@ -27,6 +27,7 @@ from shoal.chunks import Gather
 from shoal.device import is_accelerator, synchronize
 from shoal.errors import UserError, did_you_mean
 from shoal.module.build import build_blank
+from shoal.module.printed import printed
 from shoal.optim.groups import OptimizerFactory
 from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
@@ -209,7 +210,7 @@ def _times(units: Sequence[Unit], calls: Sequence[Sequence[_Call]], device: torc
     found = []
     for unit, its in zip(units, calls, strict=True):
         shapes = [(tuple(parameter.shape), parameter.dtype) for parameter in unit.module.parameters()]
-        key = repr((unit.module, shapes, its))  # with the settings that modules print
+        key = repr((printed(unit.module), shapes, its))  # with the settings that modules print
         if key not in known:
             with _real(unit.module, device):
                 each = [_time(unit, call, device) for call in its]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.module.build import Built
+from shoal.module.printed import printed
 from shoal.module.record import has_values
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.graph.confirm import Unit, differs
@@ -70,7 +71,7 @@ def traces_of(name: str, module: nn.Module, mode: FakeTensorMode, fail: set[str]
         return
     fail = set() if fail is None else fail
     shapes = [(key, tuple(each.shape), each.dtype) for key, each in module.named_parameters()]
-    looks = repr((type(module), module, shapes))
+    looks = repr((type(module), printed(module), shapes))
     whole = None if looks in fail else traced(name, module, mode)
     if whole is not None:
         yield whole

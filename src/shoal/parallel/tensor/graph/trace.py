@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shoal.module.grouped import called
-from shoal.module.kept_outside import nothing_kept_outside
+from shoal.module.kept_outside import forgetting, nothing_kept_outside
 from shoal.module.random import host_draws
 from shoal.module.record import ONE_AT_A_TIME, storage_of
 from shoal.module.value_checks import values_unchecked
@@ -118,12 +118,16 @@ def fake_mode(module: nn.Module) -> FakeTensorMode:
 def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mode: FakeTensorMode) -> Trace:
     """Runs `module`, which is called `name`, on fake tensors of `mode`; nothing of it is changed.
 
+    Each module computes what its code keeps for the next one (a table of positions in `functools.lru_cache`): the
+    operations of a call do not depend on calls before it, which differ from rank to rank.
+
     Raises whatever the module raises.
     """
-    found, running = Trace(), list[Call]()
+    found, running, forget = Trace(), list[Call](), forgetting(module)
     names = {id(each): f"{name}.{inner}".strip(".") for inner, each in module.named_modules()}
 
     def enter(each: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        forget()
         call = Call(names[id(each)], each, running[-1] if running else None, given, named)
         found.calls.append(call)
         running.append(call)
