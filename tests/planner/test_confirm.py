@@ -127,6 +127,19 @@ class Spectral(Twice):
         return inputs
 
 
+class Counts(Spectral):
+    """Counts its forwards in place, and computes with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(inputs) * self.calls
+
+
 def answered(
     world: Any, pins: dict[str, Any], model: Any = Twice, microbatch: int | None = None, **others: Any
 ) -> tuple[Plan, int]:
@@ -216,6 +229,13 @@ def test_a_model_whose_buffers_replicas_cannot_keep_has_one_replica() -> None:
             simulate_world(2, asked, pins, Spectral, 4)
         assert "leave out dp" not in str(refusal.value)
     assert [plan.dp for plan in simulate_world(2, averaged, {"tp": 1, "pp": 1})] == [2, 2]
+
+
+def test_a_model_that_changes_in_place_what_it_computes_with_has_no_stages() -> None:
+    """Unless its blocks run again. The first step of a pipeline refuses it, after the planner gave it."""
+    with pytest.raises(UserError, match="a pipeline runs that forward before this backward"):
+        simulate_world(2, asked, {"pp": 2}, Counts, 2)
+    assert [plan.pp for plan in simulate_world(2, asked, {"tp": 1, "dp": 1, "recompute": "full"}, Counts, 2)] == [2, 2]
 
 
 def trained(world: Any, plan: Plan, microbatch: int) -> float:

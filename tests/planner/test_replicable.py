@@ -21,7 +21,7 @@ from shoal.jobs.asking import answer, asked, stays
 from shoal.jobs.choose import Settled, opened
 from shoal.jobs.read import parse_job
 from shoal.models import build
-from shoal.planner.buffers import why_not_replicated
+from shoal.planner.buffers import why_not_kept
 from shoal.planner.cluster import Link
 from shoal.planner.kept_profiles import _read, _written
 from shoal.planner.prepare import Subject
@@ -99,16 +99,16 @@ def settled(tmp_path: Path) -> Callable[..., Settled]:
 
 
 def test_what_replicas_cannot_keep_is_seen_on_fake_tensors() -> None:
-    both = why_not_replicated(subject(spectral))
+    both = why_not_kept(subject(spectral))
     assert "blocks.0.mlp.down.parametrizations.weight.0._" in both["copies"] and both["copies"] == both["tokens"]
     assert "one process would have it otherwise than several ranks" in both["copies"]
-    cut = why_not_replicated(subject(averaging))
+    cut = why_not_kept(subject(averaging))
     assert cut["copies"] == "" and "mlp.down.average, and with plan.cp = 2 each rank sees a part" in cut["tokens"]
-    assert why_not_replicated(subject(build(MODEL).factory)) == {"copies": "", "tokens": ""}
+    assert why_not_kept(subject(build(MODEL).factory)) == {"copies": "", "tokens": "", "stages": ""}
 
 
 def test_a_forward_with_products_by_groups_is_watched_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
-    assert "mlp.down.average" in why_not_replicated(subject(by_groups))["tokens"]
+    assert "mlp.down.average" in why_not_kept(subject(by_groups))["tokens"]
     assert not caplog.records  # torch's stand-in takes bf16 alone, and says so
 
 

@@ -24,7 +24,7 @@ from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import NEAR, Explanation, explain, why_not
 from shoal.planner.profile import NOT_ASKED
-from shoal.planner.replicable import not_replicated
+from shoal.planner.replicable import not_kept
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
 from shoal.toml import plan_text, toml_fields
 
@@ -34,6 +34,7 @@ WAYS = {
     "ring": "ring context parallelism",
     "experts": "expert parallelism",
     "copies": "data parallelism",
+    "stages": "stages",
 }
 """The ways to divide a model, or its rows, that a trace can refuse, for a reader."""
 
@@ -236,7 +237,7 @@ def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
 def _not_cut(chosen: Chosen) -> dict[str, str]:
     """Why ranks cannot divide what, of all that they cannot divide."""
     refused = {what: why for what, why in chosen.task.profile.refused.items() if why}
-    return refused | not_replicated(chosen.task, chosen.settled.job.train.buffers)
+    return refused | not_kept(chosen.task, chosen.settled.job.train.buffers)
 
 
 def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:

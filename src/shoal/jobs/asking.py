@@ -28,7 +28,7 @@ from shoal.planner.degrees import FIELDS, Spread
 from shoal.planner.measure import here
 from shoal.planner.pins import check_pins
 from shoal.planner.prepare import Untraced
-from shoal.planner.replicable import as_replicable, not_replicated
+from shoal.planner.replicable import as_replicable, not_kept
 from shoal.planner.search import Search, search
 from shoal.planner.task import EXACT, Choice, Task
 from shoal.planner.untraced import without_trace
@@ -60,7 +60,7 @@ def _searched(settled: Settled, cluster: Cluster, small: bool) -> list[Any]:
 def _why(chosen: Chosen) -> str:
     """What was predicted of the plan and of the next best one."""
     said = f"{units.duration(chosen.estimate.seconds)} a step predicted"
-    if why := not_replicated(chosen.task, chosen.settled.job.train.buffers).get("copies"):
+    if why := not_kept(chosen.task, chosen.settled.job.train.buffers).get("copies"):
         said = f"{said}; one replica: {why}"
     if not chosen.others:
         return f"{said}; no other plan fits"
@@ -74,7 +74,7 @@ def stays(settled: Settled, cluster: Cluster) -> str | None:
     """Why data parallelism stays though the planner was asked: nothing that it finds is clearly faster. None where
     something is, or where data parallelism as the job begins it does not fit or cannot keep the model's buffers."""
     task = task_here(settled, cluster, {})
-    if "copies" in not_replicated(task, settled.job.train.buffers):
+    if "copies" in not_kept(task, settled.job.train.buffers):
         return None
     rows, _ = microbatches_of(settled.job)
     search_of, spread = Search(task), Spread(copies=cluster.size)

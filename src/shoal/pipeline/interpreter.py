@@ -19,6 +19,14 @@ from shoal.pipeline.routes import Routes, Shape, Value
 from shoal.pipeline.split import Split
 from shoal.pipeline.split_backward import input_half, weight_half
 
+MODIFIED = "modified by an inplace operation"
+"""What torch's error has where a tensor that backward needs is no longer as its forward has left it."""
+CHANGED_MEANWHILE = (
+    "plan.pp: a forward changes a tensor in place that the backward of an earlier microbatch needs, as by `self.calls "
+    "+= 1`, and a pipeline runs that forward before this backward: give the module a new tensor instead (self.calls = "
+    'self.calls + 1), or take plan.recompute = "full", or plan.pp = 1'
+)
+
 
 class Work:
     """The work of a stage on a microbatch, which is given by its number in the schedule."""
@@ -106,8 +114,8 @@ class Interpreter:
                     self._compute(action, work, complete, last)
                 except Exception as error:
                     where = f"in {action} (stage {action.stage}, microbatch {action.microbatch})"
-                    if "modified by an inplace operation" in str(error):
-                        raise _changed_meanwhile(where) from error
+                    if MODIFIED in str(error):
+                        raise UserError(f"{CHANGED_MEANWHILE} ({where})") from error
                     error.add_note(where)
                     raise
 
@@ -255,11 +263,3 @@ class Interpreter:
     def close(self) -> None:
         """Closes the lanes and groups on which values travel."""
         self._mail.close()
-
-
-def _changed_meanwhile(where: str) -> UserError:
-    return UserError(
-        f"plan.pp: {where}: a tensor that backward needs was changed in place after its forward, as by `self.calls += "
-        "1` in the forward of a later microbatch, which a pipeline runs before this backward: give the module a new "
-        'tensor instead (self.calls = self.calls + 1), or take plan.recompute = "full", or plan.pp = 1'
-    )

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
-from shoal.planner.buffers import why_not_replicated
+from shoal.planner.buffers import why_not_kept
 from shoal.planner.degrees import Spread, Ways, traced_as
 from shoal.planner.positions import Positions, tokens_of
 from shoal.planner.prepare import Subject
@@ -153,7 +153,7 @@ def profile(subject: Subject, ways: Ways) -> Profile:
         value = of(alone)
         return Cut(value, {what: each.divided(value, of(each.trace)) for what, each in halves.items()})
 
-    whys = why_not_replicated(base)
+    whys = why_not_kept(base)
     lives = Lives(*(whole(f"lives.{name}") for name in Lives._fields))
     tied = whole("tied"), whole("tied_trained")
     own = *tied, tokens_of(subject.sample), alone.positions

@@ -1,4 +1,4 @@
-"""Asks the planner about a model whose buffers not all replicas can keep as one process would."""
+"""Asks the planner about a model whose buffers not all replicas, or no stages, can keep as one process would."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from shoal.planner.task import Task
 Answer = TypeVar("Answer")
 
 
-def not_replicated(task: Task, buffers: str) -> dict[str, str]:
-    """Why replicas cannot keep the model's buffers, by what they divide: of those that there could be, and cannot.
-    `buffers`: "exact" or "averaged", as for Engine."""
-    if buffers != "exact" or task.cluster.size == 1:
+def not_kept(task: Task, buffers: str) -> dict[str, str]:
+    """Why replicas, or stages, cannot keep the model's buffers, by what they divide: of those that there could be, and
+    cannot. `buffers`: "exact" or "averaged", as for Engine. Stages can where blocks run again, or are graphs, which
+    keep what they read."""
+    if task.cluster.size == 1:
         return {}
-    return {what: why for what, why in task.profile.buffers.items() if why}
+    averaged = buffers != "exact"
+    kept = task.pins.get("recompute", "none") != "none" or bool(task.pins.get("compile"))
+    can = {"copies": averaged, "tokens": averaged, "stages": kept}
+    return {what: why for what, why in task.profile.buffers.items() if why and not can[what]}
 
 
 def as_replicable(task: Task, buffers: str, find: Callable[[Task], Answer]) -> Answer:
     """Returns what `find` gives for the task without the replicas that cannot keep the model's buffers (see
-    `not_replicated`). Raises UserError, with the reason, where such replicas are pinned, or nothing else is found."""
-    whys = not_replicated(task, buffers)
+    `not_kept`). Raises UserError, with the reason, where such replicas are pinned, or nothing else is found."""
+    whys = not_kept(task, buffers)
     fields = {field: whys[what] for field, what in PINS.items() if what in whys}
     for field, why in fields.items():
         if task.pins.get(field, 1) != 1:
