@@ -294,11 +294,15 @@ def test_more_memory_or_bandwidth_does_not_buy_what_a_dry_run_has_refused() -> N
     assert told["GB/s to the host"] == 0 and all(saved <= never[what] for what, saved in told.items())
 
 
-def test_what_is_simulated_is_what_the_formula_says_of_even_stages() -> None:
+def test_what_is_simulated_is_what_the_formula_says() -> None:
     for name, chunks in (("1f1b", 1), ("interleaved", 2)):
         stages = [Pace(1.0 / chunks, 2.0 / chunks)] * 4 * chunks
         seconds = simulated(name, 4, 16, chunks, stages, 0.0)
-        assert seconds == pytest.approx(16 * 3.0 + fill(name, 4, chunks, 1.0, 2.0))
+        assert seconds == pytest.approx(16 * 3.0 + fill(name, chunks, 3 * 1.0, 3 * 2.0))
+    for slow, waits in ((2, 2.5), (1, 1.5), (0, 0.5)):  # an earlier one has forwards to run meanwhile
+        stages = [Pace(1.0, 2.0) if place == slow else Pace(0.5, 0.75) for place in range(3)]
+        assert simulated("1f1b", 3, 16, 1, stages, 0.0) == pytest.approx(16 * 3.0 + waits)
+        assert waits <= fill("1f1b", 1, 1.0, 1.5) == 2.5
     few, many = (simulated("1f1b", 4, number, 1, [Pace(1.0, 2.0)] * 4, 0.0) for number in (64, 8192))
     assert many - few == pytest.approx(3.0 * (8192 - 64))  # the longer one is extrapolated
 

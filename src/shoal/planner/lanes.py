@@ -286,8 +286,9 @@ def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace]) -> float:
     if lane.ranks == 1:
         return 0.0
     slow, _ = slowest(stages, lane.ranks)
-    forward, backward = (sum(each[way] for each in stages[slow :: lane.ranks]) for way in (0, 1))
-    return fill(choice.schedule, lane.ranks, choice.chunks, forward, backward)
+    own = stages[slow :: lane.ranks]
+    forward, backward = (sum(each[way] for each in stages) - sum(each[way] for each in own) for way in (0, 1))
+    return fill(choice.schedule, choice.chunks, forward, backward)
 
 
 def within(terms: Mapping[str, float], seconds: float) -> dict[str, float]:

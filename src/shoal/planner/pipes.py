@@ -130,11 +130,12 @@ def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float
     return tuple(halves[stage] / few if stage else 0.0 for stage in range(schedule.stages))  # nobody waits for stage 0
 
 
-def fill(name: str, ranks: int, chunks: int, forward: float, backward: float) -> float:
-    """Seconds in which ranks wait, of stages that take alike: `forward` and `backward` of all chunks of a rank."""
+def fill(name: str, chunks: int, forward: float, backward: float) -> float:
+    """Seconds in which the slowest rank waits for the others, at most: as the last one does. `forward` and `backward`:
+    of all chunks of all of these, one after the other."""
     if name == "zb1p":  # the weights' half of backward, about a half, fills what would be waiting
-        return (ranks - 1) * forward
-    return (ranks - 1) * (forward + backward) / chunks
+        return forward
+    return (forward + backward) / chunks
 
 
 def waiting(fill: float, busy: float, ranks: int, crowd: float) -> float:
