@@ -95,6 +95,8 @@ def parse_job(
         raise UserError(
             f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"'
         )
+    if not isinstance(name := tables["model"]["name"], str):
+        raise UserError(f'model.name = {name!r:.100}: expected a text, e.g. name = "gpt"')
     tables["run"].setdefault("dir", default_dir)
     auto = _auto(tables["plan"], {key: wheres.get(f"plan.{key}", where) for key in ASKS})
     if auto.measure and tables["run"].get("at"):
