@@ -60,8 +60,11 @@ LEAST = {
     "start": 0,
     "warmup": 0,
     "overlap": 0,
+    "chunk_bytes": 1,
 }
-"""The least of each parameter that counts something; of bytes see tuning.given_chunk_bytes."""
+"""The least of each parameter that counts something."""
+OPEN = ("ranks_per_host", "chunk_bytes")
+"""Those that None leaves to Shoal."""
 NUMBERS = {"guard": "a number from 0 on", "interval_ms": "a number from 0 on", "min_compression": "a number above 0"}
 """What the parameters are that are other numbers; those that are not here are checked by their algorithm."""
 
@@ -78,7 +81,7 @@ def algorithm(option: Option) -> Algorithm:
     check_parameters("exchange", option, ALGORITHMS[name])
     given = option_parameters(option)
     for key, value in given.items():
-        if (wanted := _wanted(key, value)) and not (value is None and key == "ranks_per_host"):  # as by default
+        if (wanted := _wanted(key, value)) and not (value is None and key in OPEN):
             raise UserError(f'plan.exchange: "{name}": {key} = {value!r:.100}: give {wanted}')
     try:
         return ALGORITHMS[name](**given)
@@ -89,7 +92,8 @@ def algorithm(option: Option) -> Algorithm:
 def _wanted(key: str, value: Any) -> str:
     """What a parameter has to be that is `value`; "" where it is so, and for one that its algorithm checks."""
     if key in LEAST:
-        return "" if type(value) is int and value >= LEAST[key] else f"a whole number from {LEAST[key]} on"
+        is_count = type(value) is int and LEAST[key] <= value < 2**63
+        return "" if is_count else f"a whole number from {LEAST[key]} on"
     if key in NUMBERS:
         is_number = type(value) in (int, float) and math.isfinite(value)
         return "" if is_number and (value > 0 or (value == 0 and "from 0" in NUMBERS[key])) else NUMBERS[key]
