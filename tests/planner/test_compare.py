@@ -276,6 +276,14 @@ def test_a_pipeline_is_compared_in_the_stages_that_ran(
         assert found["memory of the fullest rank: state and weights in use"]["predicted"] == pytest.approx(state, 1e-2)
 
 
+def test_a_schedule_of_a_file_is_not_predicted(run_dir: Path) -> None:
+    resolved = run_dir / "resolved.toml"
+    resolved.write_text(resolved.read_text().replace("dp = 1", 'pp = 2\nschedule = {name = "file", path = "mine.txt"}'))
+    write(run_dir, HOST, world=2, on_host=2)
+    with pytest.raises(UserError, match="its schedule is of a file, of which nothing is predicted"):
+        show_compared(run_dir, False, False)
+
+
 def test_what_is_no_run_of_this_machine(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the directory of a run"):
         show_compared(tmp_path / "cache", True, False)

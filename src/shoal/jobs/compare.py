@@ -19,7 +19,8 @@ from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.learning import learn_from, spent_on
 from shoal.jobs.read import load_job
 from shoal.jobs.trials import read as read_trials
-from shoal.plan import Plan
+from shoal.pipeline.cut import FILE
+from shoal.plan import Plan, option_name
 from shoal.planner import as_cut
 from shoal.planner.cluster import Cluster
 from shoal.planner.estimates import Estimates
@@ -133,6 +134,8 @@ def _settled(run_dir: Path, records: RunRecords) -> tuple[Settled, RunRecords]:
         raise UserError(
             f"{run_dir}: {path.name} has {job.plan.size} ranks, metrics.jsonl {records.run.world}: compare another run"
         )
+    if job.plan.pipelined and option_name(job.plan.schedule, "schedule") == FILE:
+        raise UserError(f"{run_dir}: its schedule is of a file, of which nothing is predicted: compare another run")
     since = first_alike(records, job)
     if since is None:
         raise UserError(f"{run_dir}: {_why_changed(run_dir, path.name)}")
