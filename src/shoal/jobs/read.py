@@ -73,8 +73,8 @@ def parse_job(
         if section == "plan" and table == AUTO:
             table = {"name": AUTO}
         if not isinstance(table, dict):
-            auto = ', or plan = "auto"' if section == "plan" else ""
-            raise UserError(f"{section} = {table!r:.100} in {where}: expected a table, [{section}]{auto}")
+            more = ', or plan = "auto"' if section == "plan" else ""
+            raise UserError(f"{section} = {table!r:.100} in {where}: expected a table, [{section}]{more}")
         for key, value in table.items():
             _check(section, key, value, where)
             tables[section][key] = value
