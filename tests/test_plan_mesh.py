@@ -58,6 +58,22 @@ def test_one_schema_for_python_toml_and_json():
         ("allreduse", 'plan.exchange = "allreduse" is not implemented. Did you mean "allreduce"?'),
         ({"name": "powersgd", "rank": 0}, '"powersgd": rank = 0: give a whole number from 1 on'),
         ({"name": "local_sgd", "start": 1.5}, '"local_sgd": start = 1.5: give a whole number from 0 on'),
+        *[
+            ({"name": "hierarchical", "ranks_per_host": wrong}, "ranks_per_host = ")
+            for wrong in (0, 1.5, float("nan"), True, "two")
+        ],
+        *[
+            ({"name": name, key: wrong}, f'"{name}": {key} = {wrong!r}: give {wanted}')
+            for name, key, wanted, value in (
+                ("topk", "chunk_bytes", "a whole number from 1 on", 2**63),
+                ("powersgd", "min_compression", "a number above 0", 0),
+                ("diloco", "guard", "a number from 0 on", -1),
+                ("async_average", "interval_ms", "a number from 0 on", float("inf")),
+                ("bytegrad", "error_feedback", "true or false", "no"),
+                ("qadam", "error_feedback", "true or false", 0),
+            )
+            for wrong in (value, float("nan"), -1, *([] if key == "chunk_bytes" else [None]))
+        ],
         ({"name": "islands", "ranks": 0}, '"islands": ranks = 0: give a whole number from 1 on'),
         ({"name": "allreduce", "buckets": 1}, 'no parameter "buckets". "allreduce" takes: chunk_bytes'),
         ({"name": "topk", "ration": 0.1}, '"topk" has no parameter "ration". Did you mean "ratio"? "topk" takes: '),

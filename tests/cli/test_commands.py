@@ -39,6 +39,8 @@ def test_a_reason_is_listed_whole(shoal, tmp_path):
     (damaged / "manifest.json").write_text("{")
     (line,) = shoal("ckpt", "ls", damaged.parent).out.splitlines()[1:]
     assert line.split()[0] == "4" and "damaged" in line and str(damaged) in line
+    itself = shoal("ckpt", "ls", damaged)
+    assert itself.code == 2 and "is one checkpoint: give the directory around it" in itself.err
 
 
 def test_values_in_brackets_are_printed_as_they_are(shoal, job_file, monkeypatch):
@@ -115,6 +117,7 @@ def test_help_lists_the_commands(shoal):
         (["plan", "{job}", "--device", "80GiB"], "--device and --host are of --memory: give it too"),
         (["plan", "{job}", "--host", "80GiB"], "--device and --host are of --memory: give it too"),
         (["demo", "--dir", "{job}"], "Give another --dir"),
+        (["demo", "--dir", "{job.parent}"], "is there already: give another --dir"),
         (["train", "{job}", "--nproc", "1", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
         (["train", "{job}", "--nproc", "2", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),

@@ -92,6 +92,10 @@ def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     for given in (("--memory",), ("--nproc", "2"), ("--host", "1GiB")):
         refused = shoal("plan", job_file, "--on", "8xh100", *given)
         assert refused.code == 2 and "leave out --memory, --nproc and --host" in refused.err
+    asks = "shoal train asks the planner, which may choose another plan"
+    for more in ((), ("--memory", "--host", "3GiB")):
+        shown = (shoal("plan", job_file, "--nproc", "2", *more, *auto).out for auto in ((), ("--set", "plan=auto")))
+        assert [asks in " ".join(each.split()) for each in shown] == [False, True]
     large = shoal("plan", job_file, "--nproc", "1024", "--set", "plan.tp=8")
     assert (
         "1024 rank(s) by number: dp 128 x tp 8" in large.out

@@ -119,6 +119,8 @@ def test_a_directory_without_a_run(shoal, tmp_path: Path) -> None:
     ):
         answer = shoal("top", directory)
         assert answer.code == 2 and message in answer.err and "Give the directory of a run" in answer.err
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    assert "metrics.jsonl has no record: " in shoal("top", tmp_path).err
     (tmp_path / NAME).write_text(json.dumps(asdict(Holder.here())))  # a run that has begun a moment ago
     assert "starting" in shoal("top", tmp_path).out
 

@@ -107,6 +107,7 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
     refused("remove the table", "plan.dp=2")
     refused('take "fp32"', "train.precision=bf16")
     refused("has no documents", "federated.partition=document")
+    refused("give at most 100", "federated.speeds=1000")
     refused("at most that many", "federated.clients=500")
     refused('Did you mean "fedavg"', "federated.strategy=fedavgg")
     refused("'bulyan' is Flower's: `shoal fed sim --flower` has it", "federated.strategy=bulyan")
@@ -122,6 +123,14 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
 def quick(monkeypatch):
     """No report is drawn."""
     monkeypatch.setattr("shoal.jobs.federated.rounds.write_report", lambda run_dir: run_dir / "report.html")
+
+
+def test_rounds_without_enough_results_are_told_of_once(job_file, quick, capsys):
+    late = ["federated.rounds=3", "federated.deadline=0.5", "federated.dropout=0"]  # less than any client's one step
+    outcome = simulate(*load_job(job_file, late))
+    said = "warning: round 1 left the model as it was: of 5 clients 0 went away, 5 were late, and 0 failed"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert len(read_metrics(outcome.run_dir / "metrics.jsonl").warnings) == 1
 
 
 def test_a_state_that_cannot_be_read_is_gone_on_from_as_its_message_says(job_file, tmp_path, quick):

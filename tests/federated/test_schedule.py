@@ -50,6 +50,12 @@ def test_a_deadline_drops_who_is_late_or_takes_what_there_is():
     assert dropped.seconds == partial.seconds == 12
 
 
+def test_clients_that_are_faster_than_can_be_counted_are_in_time():
+    rounds = schedule(speeds=100.0, deadline=12.0)
+    fast = {client for client in range(20) if 10 / rounds.crowd.speeds[client] <= 12}
+    assert max(rounds.crowd.speeds) > 2**64 and {task.client for task in rounds.draw(1).tasks} == fast
+
+
 def test_without_a_deadline_a_round_lasts_as_long_as_its_slowest():
     rounds = schedule(speeds=0.7)
     assert rounds.draw(1).seconds == pytest.approx(10 / rounds.crowd.speeds.min())

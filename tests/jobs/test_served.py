@@ -210,6 +210,8 @@ def test_policies_by_name(text, policy):
         ("server", "policy", "batch:0", "give a number from 1 on"),
         ("server", "polici", "sync", 'unknown key "server.polici".*Did you mean "policy"'),
         ("server", "drop_above", 2, 'under server.policy = "sync" no gradient lags'),
+        ("server", "scale", "invers", '"invers" is not one of none, inverse. Did you mean "inverse"'),
+        ("server", "codec", "u9", 'server.codec: codec "u9" is not one of fp32'),
         ("server", "timeout", 0, "give seconds above 0"),
         ("plan", "tp", 2, "plan.tp = 2 with a parameter server.*Leave plan.tp out, or leave ps out of the roles"),
         ("plan", "zero", 1, "Leave plan.zero out"),

@@ -82,6 +82,7 @@ def test_bert_reads_masked_rows():
         ({"name": "gtp"}, 'Did you mean "gpt"?'),
         ({"name": "gpt", "preset": "33mm"}, 'Did you mean "33m"?'),
         ({"name": "gpt", "preset": ["5m"]}, "must be one text"),
+        ({"name": "gpt", "presett": "5m"}, 'Did you mean "preset"?'),
         ({"name": "gpt", "preset": "5m", "vocabsize": 9}, 'Did you mean "vocab_size"?'),
         ({"name": "gpt", "preset": "5m", "heads": "4"}, "model.heads = '4' of gpt must be an integer, not str"),
         ({"name": "gpt", "preset": "5m", "tied": 1}, "must be true or false, not int"),

@@ -48,7 +48,7 @@ def test_a_job_file_names_them(name, same):
 
 
 def test_another_name_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match=r'schedule "cosin" is not one of constant, linear, cosine.*cosine'):
+    with pytest.raises(UserError, match=r'train.schedule = "cosin" is not one of constant, linear, cosine.*cosine'):
         by_name("cosin", 6, 2, 0.2)
 
 

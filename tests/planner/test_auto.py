@@ -77,8 +77,16 @@ def test_what_a_job_may_say_of_its_plan() -> None:
     assert job.auto.wanted and job.auto.measure == 3 and job.plan == Plan(zero=1) and "plan.tp" not in origins
     assert parse_job(given, ["plan.name=auto"])[0].plan == Plan(tp=2)
     for plan in ({"name": "fast"}, "fast"):
-        with pytest.raises(UserError, match="plan"):
+        with pytest.raises(UserError, match='plan = "auto"'):
             parse_job({**base, "plan": plan})
+    for wrong in ("plan.measure=-1", "plan.measure=x", "plan.allow=bf16", 'plan.allow=["bf61"]', "plan.name=fast"):
+        with pytest.raises(UserError, match=re.escape(f"in --set {wrong}")):
+            parse_job({**base, "plan": "auto"}, [wrong], where="job.toml")
+    for wrong in ("plan.measure=2", 'plan.allow=["bf16"]'):
+        with pytest.raises(UserError, match=rf"in --set {re.escape(wrong)}.*plan.name = .auto. beside"):
+            parse_job(given, [wrong], where="job.toml")
+    with pytest.raises(UserError, match=r"--set plan=fast: .*, or plan=auto to have the planner find it"):
+        parse_job(base, ["plan=fast"])
 
 
 def test_a_trace_counts_the_products_of_all_blocks(settled: Callable[..., Settled]) -> None:

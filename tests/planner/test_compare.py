@@ -13,7 +13,7 @@ import torch
 from shoal.cli.compared import show_compared
 from shoal.device import CPU, hardware_name
 from shoal.errors import UserError
-from shoal.jobs import answer
+from shoal.jobs import answer, compare
 from shoal.jobs.compare import measured_steps
 from shoal.jobs.trials import of_candidates
 from shoal.jobs.trials import write as write_trials
@@ -21,10 +21,13 @@ from shoal.optim.buddy import FOR_BUDDY
 from shoal.plan import Plan
 from shoal.planner import measure
 from shoal.planner.learned import learned
+from shoal.planner.search import search
+from shoal.planner.task import Task
 from shoal.report.metrics import read_metrics
 
 SECONDS = (9.0, 2.0, 2.0, 7.0, 2.5, 2.0)
 HOST = os.uname().nodename
+FIRST = '["token_embedding", "position_embedding"'
 SPENT = {"forward": 0.6, "backward": 1.1, "optimizer": 0.01, "data": 0.08, "other": 0.21}
 
 
@@ -239,6 +242,46 @@ def test_of_an_elastic_run_that_went_back_the_last_generation_counts(run_dir: Pa
     append(run_dir, {**of, "step": 2, "lost": 18, "generation": 3})
     told, found = shown(run_dir, capsys)
     assert (found["time of a step"]["measured"], told["steps"], told["sampled"]) == (3.0, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "numbers"),
+    [
+        ("", [3, 1]),  # by elements of matrices: the head is as many as five blocks have
+        (f'stages = [{FIRST}, "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]', [1, 3]),
+        (f'stages = [{FIRST}, "blocks"], ["norm", "head"]]', None),
+    ],
+    ids=["as the engine cuts", "by names", "not between blocks"],
+)
+def test_a_pipeline_is_compared_in_the_stages_that_ran(
+    stages: str, numbers: list[int] | None, run_dir: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = run_dir / "resolved.toml"
+    text = resolved.read_text().replace("layers = 2", "layers = 4").replace("= 257", "= 2000")
+    resolved.write_text(
+        text.replace("dp = 1", f'pp = 2\nschedule = "zb1p"\n{stages}').replace("nproc = 1", "nproc = 2")
+    )
+    write(run_dir, HOST, world=2, on_host=2)
+    levels = {role: [1] for role in ("weights", "gradients", "optimizer state")}
+    trace = {"step": 3, "at": [3.0], "budgets": {}, "counts_all": False, "levels": {"host": levels}}
+    (run_dir / "memory.jsonl").write_text("".join(json.dumps({**trace, "rank": rank}) + "\n" for rank in range(2)))
+    tasks: list[Task] = []
+    monkeypatch.setattr(compare, "search", lambda task: tasks.append(task) or search(task))
+    told, found = shown(run_dir, capsys, keep=False)
+    assert tasks[0].pins["stages"] == numbers
+    assert any("stages of whole blocks" in each for each in told["said"]) == (numbers is None)
+    if numbers == [3, 1]:  # the first has more state, the last more in all, with its logits
+        block = 12 * 32 * 32 + 9 * 32 + 4 * 32
+        state = 16 * (2000 * 32 + 16 * 32 + 3 * block)
+        assert found["memory of the fullest rank: state and weights in use"]["predicted"] == pytest.approx(state, 1e-2)
+
+
+def test_a_schedule_of_a_file_is_not_predicted(run_dir: Path) -> None:
+    resolved = run_dir / "resolved.toml"
+    resolved.write_text(resolved.read_text().replace("dp = 1", 'pp = 2\nschedule = {name = "file", path = "mine.txt"}'))
+    write(run_dir, HOST, world=2, on_host=2)
+    with pytest.raises(UserError, match="its schedule is of a file, of which nothing is predicted"):
+        show_compared(run_dir, False, False)
 
 
 def test_what_is_no_run_of_this_machine(run_dir: Path, tmp_path: Path) -> None:

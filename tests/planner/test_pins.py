@@ -136,7 +136,8 @@ NONE_FIT: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any] | None]
         {"pp": 4},
     ),
     ({"pp": 4, "schedule": "zbv"}, {}, "; leave out pp or take pp = 1 or 2; or leave out schedule", {"pp": 4}),
-    ({"pp": 2, "stages": [2, 2, 2]}, {}, "; leave out pp and stages; or leave out stages", {"pp": 2}),
+    ({"pp": 2, "stages": [2, 2, 2]}, {}, "each of a block at least; leave out stages", {"pp": 2}),
+    ({"stages": [6], "pp": 2}, {}, "each of a block at least; leave out stages", {"pp": 2}),
     ({"dp": 8}, {"rows": 4}, "each of 8 replicas has a row at least; leave out dp or take dp = 1 or 2 or 4", {"dp": 4}),
     (
         {"shard": 3, "zero": 1},

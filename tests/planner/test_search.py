@@ -134,7 +134,7 @@ def test_pins_hold_and_other_fields_are_found() -> None:
             r"at least 1 of them, and all of them together \(5 are given\)",
         ),
         ({"pp": 2, "stages": [0, 6]}, r"\[0, 6\]: the model has 6 blocks; give each stage at least 1 of them"),
-        ({"pp": 2, "stages": [2, 2, 2]}, "stages are plan.pp times the chunks of the schedule, .*; leave out pp"),
+        ({"pp": 2, "stages": [2, 2, 2]}, r"stages are plan.pp times the chunks of the schedule, .*; leave out stages$"),
         ({"pp": 2, "stages": [1, 5], "schedule": "interleaved"}, "stages are plan.pp times the chunks"),
         ({"pp": 4, "schedule": "interleaved"}, "stages are plan.pp times the chunks of the schedule, each of a block"),
     ],

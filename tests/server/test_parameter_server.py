@@ -167,7 +167,26 @@ def test_what_is_no_policy_or_makes_no_optimizer_is_refused(policy, more, messag
         serve(policy, **more)
 
 
-@pytest.mark.parametrize("rows, width", [(0, 4), (-1, 4), (4, 0)])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Options(save_every=0), r"Options\(save_every=0\): give a number of updates from 1 on"),
+        (lambda: Options(grace=-1.0), r"Options\(grace=-1.0\): give seconds from 0 on"),
+        (lambda: Options(grace=float("nan")), r"Options\(grace=nan\): give seconds from 0 on"),
+        (lambda: Options(seconds=0), r"Options\(seconds=0\): give seconds above 0"),
+        (lambda: Options(seconds="60"), r"Options\(seconds='60'\): give seconds above 0"),
+        (lambda: connect("127.0.0.1:1", TOKEN, timeout=float("nan")), r"connect\(timeout=nan\): give seconds above 0"),
+        (lambda: Async(drop_above=float("nan")), "drop_above = nan: give a number of updates from 0 on"),
+        (lambda: Async(scale="invers"), 'scale = "invers" is not one of none, inverse'),
+        (lambda: Share("a", 2), "give a server's number"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("rows, width", [(0, 4), (-1, 4), (4, 0), (1.5, 4), (float("nan"), 4)])
 def test_a_table_has_rows_and_columns(rows, width):
     with pytest.raises(UserError, match="from 1 on"):
         Table(rows, width)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shoal.data.loader import Collate
-from shoal.errors import UserError
+from shoal.errors import ArgumentError
 from shoal.optim.groups import GroupRule, OptimizerFactory
 from shoal.optim.lr import Schedule
 from shoal.parallel.tensor import Rules
@@ -48,10 +48,8 @@ class Recipe:
         is not."""
         own = {field.name: arguments[field.name] for field in fields(cls)}
         if own["buffers"] not in ("exact", "averaged"):
-            raise UserError(
-                f'buffers = "{own["buffers"]}": "exact" refuses what ranks cannot have as one process would, '
-                '"averaged" takes the mean'
-            )
+            said = '"exact" refuses what ranks cannot have as one process would, "averaged" takes the mean'
+            raise ArgumentError("buffers", f' = "{own["buffers"]}": {said}')
         return cls(**{**own, "precision": precision_named(own["precision"])})
 
     def dealt(self, microbatch: int | str | None) -> Recipe:

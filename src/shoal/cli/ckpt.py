@@ -24,9 +24,12 @@ def list_checkpoints(
     with imports():
         from shoal import units
         from shoal.checkpoint import listing
+        from shoal.checkpoint.directory import is_checkpoint
         from shoal.errors import UserError
 
     rows = listing(checkpoints_of(directory))
+    if not rows and is_checkpoint(directory):
+        raise UserError(f"{directory} is one checkpoint: give the directory around it, or see shoal ckpt verify")
     if not rows:
         raise UserError(f"there are no checkpoints in {directory}")
     cells = [("step", "saved", "size", "ranks", "state", "")] + [

@@ -33,7 +33,7 @@ def start_demo(nproc: int, directory: Path | None) -> int:
     directory = (directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     shown = os.path.relpath(directory)
     print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {shown}:\n", flush=True)
-    if (directory / _NODES).exists():
+    if directory.is_dir() and any(directory.iterdir()):  # it would go on from what is there
         raise UserError(f"{shown} is there already: give another --dir")
     refuse_if_taken(directory)
     try:

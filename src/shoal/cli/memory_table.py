@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shoal import units
 from shoal.chunks.search import Candidate
-from shoal.cli.mesh_table import mesh_table, who_holds_what
+from shoal.cli.mesh_table import mesh_table, who_chooses, who_holds_what
 from shoal.jobs.forecast import needed
 from shoal.jobs.plan import Answer, plan_memory
 from shoal.plan import nbytes
@@ -51,7 +51,7 @@ def show(answer: Answer, as_json: bool) -> None:
         console.print("", size_table(sizes.candidates, answer.prediction.chunk_bytes), sep="\n")
     if answer.layers.layers:
         console.print("", str(answer.layers), sep="\n")
-    console.print("", *verdict(answer), sep="\n")
+    console.print("", *verdict(answer), *who_chooses(answer.auto), sep="\n")
     for step, later in answer.later:
         text = Text(f"after step {step}: {toml_fields(later.plan.to_dict()) or 'replicated'}")
         console.print("", text, "", role_table(later), "", *fits(later), sep="\n")

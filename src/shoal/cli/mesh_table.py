@@ -25,15 +25,26 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
 
     Raises UserError for a plan that does not fit the ranks.
     """
-    settled, origins = load_job(job, assignments)
-    settled = replace(settled, auto=Auto())  # nobody is asked, so what is given has to be a whole plan
+    given, origins = load_job(job, assignments)
+    settled = replace(given, auto=Auto())  # nobody is asked, so what is given has to be a whole plan
     plan = spread(settled, origins, max(ranks_here(settled), settled.plan.size))[0].plan
     if as_json:
         mesh = Mesh(plan, 0, plan.size)
         print(json.dumps({"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}))
         return
     stages = how_stages_run(replace(settled, plan=plan)) if plan.pipelined else []
-    Console(highlight=False, soft_wrap=True).print(mesh_table(plan), *who_holds_what(plan), *stages, sep="\n")
+    Console(highlight=False, soft_wrap=True).print(
+        mesh_table(plan), *who_holds_what(plan), *stages, *who_chooses(given.auto), sep="\n"
+    )
+
+
+def who_chooses(auto: Auto) -> list[str]:
+    """A line for a job whose plan is the planner's, of which only what the job gives is shown."""
+    said = (
+        "shoal train asks the planner, which may choose another plan: this is what the job gives, data parallel beside "
+        "it. shoal plan JOB --on here shows the answer for this machine"
+    )
+    return [said] if auto.wanted else []
 
 
 def mesh_table(plan: Plan) -> Table:

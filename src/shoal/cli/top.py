@@ -43,9 +43,10 @@ class Top:
         self._records, self._events = RunRecords(), list[Event]()
         self._read()
         if self.status.word == "empty" and not any((run_dir / name).exists() for name in (LOCK, SUBMITTED)):
+            path = run_dir / "metrics.jsonl"
             raise UserError(
-                f"{run_dir / 'metrics.jsonl'} does not exist: {run_dir} is not the directory of a run. Give the "
-                "directory of a run"
+                f"{path} {'has no record' if path.exists() else 'does not exist'}: {run_dir} is not the directory of a "
+                "run. Give the directory of a run"
             )
 
     def _read(self) -> None:

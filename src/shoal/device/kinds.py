@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shoal.device.backend import KINDS, backend
 from shoal.device.settings import choose_allocator
-from shoal.errors import UserError
+from shoal.errors import ArgumentError, UserError
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,8 @@ def _parsed(asked: torch.device | str) -> torch.device:
         device = torch.device(asked)
         backend(device)
     except RuntimeError as error:
-        raise UserError(f'device = "{asked}": {str(error).splitlines()[0]}. "cpu" and "cuda" are devices') from error
+        said = f' = "{asked}": {str(error).splitlines()[0]}. "cpu" and "cuda" are devices'
+        raise ArgumentError("device", said) from error
     return device
 
 

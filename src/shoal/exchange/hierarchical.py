@@ -34,8 +34,6 @@ class Hierarchical(Algorithm):
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ranks_per_host is not None and self.ranks_per_host < 1:
-            raise UserError(f"plan.exchange: ranks_per_host = {self.ranks_per_host}: give at least 1")
         self._codec = codec(self.codec)
         if self.chunk_bytes is None and not self._codec.lossless:
             self.chunk_bytes = USUAL_CHUNK

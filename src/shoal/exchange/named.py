@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from shoal.errors import UserError, did_you_mean
 from shoal.exchange.adasum import Adasum
@@ -51,14 +53,20 @@ LEAST = {
     "rank": 1,
     "every": 1,
     "ranks": 1,
+    "ranks_per_host": 1,
     "delay": 1,
     "bound": 1,
     "fragments": 1,
     "start": 0,
     "warmup": 0,
     "overlap": 0,
+    "chunk_bytes": 1,
 }
-"""The least of each parameter that counts something; of bytes see tuning.given_chunk_bytes."""
+"""The least of each parameter that counts something."""
+OPEN = ("ranks_per_host", "chunk_bytes")
+"""Those that None leaves to Shoal."""
+NUMBERS = {"guard": "a number from 0 on", "interval_ms": "a number from 0 on", "min_compression": "a number above 0"}
+"""What the parameters are that are other numbers; those that are not here are checked by their algorithm."""
 
 
 def algorithm(option: Option) -> Algorithm:
@@ -72,13 +80,21 @@ def algorithm(option: Option) -> Algorithm:
         )
     check_parameters("exchange", option, ALGORITHMS[name])
     given = option_parameters(option)
+    for key, value in given.items():
+        if (wanted := _wanted(key, value)) and not (value is None and key in OPEN):
+            raise UserError(f'plan.exchange: "{name}": {key} = {value!r:.100}: give {wanted}')
     try:
-        made = ALGORITHMS[name](**given)
+        return ALGORITHMS[name](**given)
     except TypeError as error:
         raise UserError(f"plan.exchange = {option!r}: a parameter is of the wrong kind ({error})") from error
-    for key in LEAST.keys() & given.keys():
-        if type(given[key]) is not int or given[key] < LEAST[key]:
-            raise UserError(
-                f'plan.exchange: "{name}": {key} = {given[key]!r:.100}: give a whole number from {LEAST[key]} on'
-            )
-    return made
+
+
+def _wanted(key: str, value: Any) -> str:
+    """What a parameter has to be that is `value`; "" where it is so, and for one that its algorithm checks."""
+    if key in LEAST:
+        is_count = type(value) is int and LEAST[key] <= value < 2**63
+        return "" if is_count else f"a whole number from {LEAST[key]} on"
+    if key in NUMBERS:
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        return "" if is_number and (value > 0 or (value == 0 and "from 0" in NUMBERS[key])) else NUMBERS[key]
+    return "true or false" if key == "error_feedback" and type(value) is not bool else ""

@@ -24,9 +24,6 @@ def worth_measuring(algorithm: Algorithm, gradient_bytes: int, ranks: int) -> bo
 
 def given_chunk_bytes(algorithm: Algorithm, of_memory: int | None) -> int | None:
     """Returns the chunk size fixed by `plan.memory.chunk` or by the exchange. Raises UserError if both fix it."""
-    said = algorithm.chunk_bytes
-    if said is not None and (type(said) is not int or not 0 < said < 2**63):
-        raise UserError(f"plan.exchange: chunk_bytes = {said!r:.100}: give a number of bytes, at least 1")
     if of_memory is not None and algorithm.chunk_bytes is not None:
         raise UserError(
             f"plan.memory.chunk = {of_memory} and chunk_bytes = {algorithm.chunk_bytes} of plan.exchange both say how "

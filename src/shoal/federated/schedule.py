@@ -109,7 +109,7 @@ class Rounds:
         in_time = np.full(len(there), True)
         done, partial = steps, 0
         if settings.deadline is not None:
-            within = np.floor(settings.deadline * speeds + 1e-9).astype(np.int64)
+            within = np.minimum(np.floor(settings.deadline * speeds + 1e-9), steps).astype(np.int64)
             done = np.minimum(steps, within) if settings.late == "partial" else steps
             in_time = (done > 0) & (done <= within)
             partial = int((in_time & (done < steps)).sum())

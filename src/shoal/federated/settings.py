@@ -12,6 +12,8 @@ STATE = "federated.safetensors"
 PARTITIONS = ("iid", "label", "document")
 WEIGHTINGS = ("samples", "equal")
 LATE = ("drop", "partial")
+MOST_SPREAD = 100
+"""Of speeds: no client is then so fast or slow that a float has no number for it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Federated:
             value = getattr(self, key)
             if value is not None and not value >= 0:
                 raise UserError(f"federated.{key} = {value}: give 0 or more")
+        if self.speeds > MOST_SPREAD:
+            raise UserError(
+                f"federated.speeds = {self.speeds}: speeds differ by e to that power; give at most {MOST_SPREAD}"
+            )
         for key in ("fraction", "dropout"):
             if getattr(self, key) > 1:
                 raise UserError(f"federated.{key} = {getattr(self, key)}: a share is at most 1")

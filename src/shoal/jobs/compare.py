@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -19,8 +19,11 @@ from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.learning import learn_from, spent_on
 from shoal.jobs.read import load_job
 from shoal.jobs.trials import read as read_trials
-from shoal.plan import Plan
+from shoal.pipeline.cut import FILE
+from shoal.plan import Plan, option_name
+from shoal.planner import as_cut
 from shoal.planner.cluster import Cluster
+from shoal.planner.estimates import Estimates
 from shoal.planner.search import search
 from shoal.planner.task import NAMES, TERMS, Estimate
 from shoal.report.changes import TermsRecord
@@ -33,6 +36,9 @@ STATE = ("weights", "gradients", "masters", "optimizer state", "weights in use",
 PARTS = tuple(each for each in TERMS if each not in ("compute", "stages"))
 SAID = {**NAMES, WAITING: f"{NAMES[WAITING]} and communication"}
 NOT_SAMPLED = "no step was sampled"
+WHOLE_BLOCKS = (
+    "the run's stages are not of whole blocks with the parts around them: predicted of stages of whole blocks"
+)
 
 
 @dataclass(frozen=True)
@@ -70,14 +76,19 @@ def compare(run_dir: Path, keep: bool = True) -> Comparison:
     steps, sampled = measured_steps(records), sampled_steps(records)
     assert records.run is not None
     cluster = _cluster(settled, records, sampled)
-    pins = {each.name: getattr(settled.job.plan, each.name) for each in fields(Plan)}
+    plan = settled.job.plan
+    pins = {each.name: getattr(plan, each.name) for each in fields(Plan)}
+    if plan.pipelined:
+        pins["stages"] = as_cut(settled.model.factory, plan)
     task = replace(task_of(settled, cluster, pins), limit=math.inf)
     estimate = search(task).best[0]
-    terms = tuple(_terms(run_dir, records, settled, estimate, median(steps), sampled))
+    held = [each.device for each in Estimates(task).each(estimate.choice)]
+    terms = tuple(_terms(run_dir, records, settled, estimate, held, median(steps), sampled))
     said = (
         learn_from(run_dir, settled, records.run, cluster, estimate, sampled) if keep else "nothing learned, as asked"
     )
-    return Comparison(terms, len(steps), len(sampled), cluster.said, said)
+    cut = () if not plan.pipelined or pins["stages"] else (WHOLE_BLOCKS,)
+    return Comparison(terms, len(steps), len(sampled), (*cluster.said, *cut), said)
 
 
 def measured_steps(records: RunRecords) -> list[float]:
@@ -123,6 +134,8 @@ def _settled(run_dir: Path, records: RunRecords) -> tuple[Settled, RunRecords]:
         raise UserError(
             f"{run_dir}: {path.name} has {job.plan.size} ranks, metrics.jsonl {records.run.world}: compare another run"
         )
+    if job.plan.pipelined and option_name(job.plan.schedule, "schedule") == FILE:
+        raise UserError(f"{run_dir}: its schedule is of a file, of which nothing is predicted: compare another run")
     since = first_alike(records, job)
     if since is None:
         raise UserError(f"{run_dir}: {_why_changed(run_dir, path.name)}")
@@ -160,12 +173,12 @@ def _cluster(settled: Settled, records: RunRecords, sampled: Sequence[TermsRecor
 
 
 def _terms(
-    run_dir: Path, records: RunRecords, settled: Settled, estimate: Estimate, seconds: float,
-    sampled: Sequence[TermsRecord],
+    run_dir: Path, records: RunRecords, settled: Settled, estimate: Estimate, held: Sequence[Mapping[str, float]],
+    seconds: float, sampled: Sequence[TermsRecord],
 ) -> Iterator[Compared]:  # fmt: skip
     yield Compared("time of a step", "s", estimate.seconds, seconds)
     yield from _parts(estimate, sampled)
-    yield _memory(run_dir, records, estimate)
+    yield _memory(run_dir, records, estimate, held)
     sent = {what for each in sampled for what in each.sent}
     for what in [each for each in TERMS if estimate.wire.get(each) or each in sent]:
         measured = median(each.sent.get(what, 0) for each in sampled) if sampled else None
@@ -206,8 +219,9 @@ def _parts(estimate: Estimate, sampled: Sequence[TermsRecord]) -> Iterator[Compa
             yield Compared(f"time of a step: {what}", "s", each, measured, "" if sampled else NOT_SAMPLED)
 
 
-def _memory(run_dir: Path, records: RunRecords, estimate: Estimate) -> Compared:
-    """The memory of the fullest rank, as far as the run counted it: without activations where it did not."""
+def _memory(run_dir: Path, records: RunRecords, estimate: Estimate, held: Sequence[Mapping[str, float]]) -> Compared:
+    """The memory of the fullest rank, as far as the run counted it: where it did not count activations, of the rank
+    with most beside them. `held`: what is predicted of each by role."""
     what, began = "memory of the fullest rank", records.steps[0].time - records.steps[0].seconds
     traces = [each for each in read_memory_traces(run_dir / "memory.jsonl") if each.at[-1] >= began]
     if not traces:
@@ -215,9 +229,10 @@ def _memory(run_dir: Path, records: RunRecords, estimate: Estimate) -> Compared:
     if all(each.counts_all for each in traces):
         return Compared(what, "bytes", estimate.bytes, max(each.most for each in traces))
     states = [_state(each) for each in traces]
-    held = math.fsum(estimate.memory.get(role, 0.0) for role in {role for each in states for role in each})
+    counted = {role for each in states for role in each}
+    predicted = max(math.fsum(each.get(role, 0.0) for role in counted) for each in held)
     most = max(max(map(sum, zip(*each.values(), strict=True)), default=0) for each in states)
-    return Compared(f"{what}: state and weights in use", "bytes", held, most)
+    return Compared(f"{what}: state and weights in use", "bytes", predicted, most)
 
 
 def _state(trace: MemoryTrace) -> dict[str, list[int]]:

@@ -137,6 +137,8 @@ class Run:
         if not str(self.resume).strip():
             raise UserError('run.resume is empty: give "auto", "never", or the directory of a checkpoint or a run')
         for key in ("dir", "resume"):
+            if "\0" in str(getattr(self, key)):
+                raise UserError(f"run.{key} = {getattr(self, key)!r:.100}: no path has a zero byte")
             object.__setattr__(self, key, os.path.expanduser(getattr(self, key)))
         for key in ("eval_every", "eval_samples", "save_every", "norms_every", "verify_every", "first_within"):
             if not getattr(self, key) >= 0:

@@ -37,6 +37,7 @@ class Answer:
     instead: where the job does not fit, plans that do, or else the one that lacks least.
     stages: in a pipeline, a prediction for each rank along pp.
     layers: how plan.tp and plan.ep divide each layer.
+    auto: how far the plan is the planner's, which is not asked for this.
     later: after the steps of `[[run.at]]`, predictions under the plan from there on.
     """
 
@@ -50,6 +51,7 @@ class Answer:
     stages: tuple[Prediction, ...] = ()
     layers: CutLayers = field(default_factory=CutLayers)
     later: tuple[tuple[int, Prediction], ...] = ()
+    auto: Auto = field(default_factory=Auto)
 
     @property
     def fits(self) -> bool:
@@ -130,4 +132,5 @@ def plan_memory(
         stages=tuple(forecast.predict_each(plan)) if plan.pipelined else (),
         layers=recording.layers,
         later=tuple(zip(steps, later, strict=True)),
+        auto=job.auto,
     )

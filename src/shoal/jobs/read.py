@@ -67,12 +67,14 @@ def parse_job(
     """
     tables: dict[str, dict[str, Any]] = {"model": {}, **{section: {} for section in SECTIONS}}
     origins: dict[str, str] = {}
+    wheres: dict[str, str] = {}
     for section, table in content.items():
         _known(section, where, tables)
         if section == "plan" and table == AUTO:
             table = {"name": AUTO}
         if not isinstance(table, dict):
-            raise UserError(f"{section} = {table!r} in {where}: expected a table, [{section}]")
+            more = ', or plan = "auto"' if section == "plan" else ""
+            raise UserError(f"{section} = {table!r:.100} in {where}: expected a table, [{section}]{more}")
         for key, value in table.items():
             _check(section, key, value, where)
             tables[section][key] = value
@@ -88,12 +90,15 @@ def parse_job(
         _check(section, key, value, f"--set {assignment}")
         tables[section][key] = value
         origins[f"{section}.{key}"] = "cli"
+        wheres[f"{section}.{key}"] = f"--set {assignment}"
     if "name" not in tables["model"]:
         raise UserError(
             f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"'
         )
+    if not isinstance(name := tables["model"]["name"], str):
+        raise UserError(f'model.name = {name!r:.100}: expected a text, e.g. name = "gpt"')
     tables["run"].setdefault("dir", default_dir)
-    auto = _auto(tables["plan"], where)
+    auto = _auto(tables["plan"], {key: wheres.get(f"plan.{key}", where) for key in ASKS})
     if auto.measure and tables["run"].get("at"):
         raise UserError(f"plan.measure and run.at in {where}: plans are tried, or given by step; remove one of them")
     if tables["federated"] and not {"steps", "epochs", "seconds"} & tables["train"].keys():
@@ -106,22 +111,26 @@ def parse_job(
     return Job(model=tables["model"], **parts, auto=auto), origins
 
 
-def _auto(plan: dict[str, Any], where: str) -> Auto:
-    """Takes `name`, `measure` and `allow` out of [plan], which are no fields of a Plan."""
+def _auto(plan: dict[str, Any], where: Mapping[str, str]) -> Auto:
+    """Takes `name`, `measure` and `allow` out of [plan], which are no fields of a Plan. `where`: who gives each."""
     name, measure, allow = plan.pop("name", None), plan.pop("measure", 0), plan.pop("allow", [])
     if name is not None and name != AUTO:
-        raise UserError(f'plan.name = {name!r} in {where}: a plan has no name; plan = "auto" has the planner find it')
+        raise UserError(
+            f'plan.name = {name!r} in {where["name"]}: a plan has no name; plan = "auto" has the planner find it'
+        )
     if type(measure) is not int or measure < 0:
-        raise UserError(f"plan.measure = {measure!r} in {where}: give the number of plans to try, e.g. 3")
+        raise UserError(f"plan.measure = {measure!r} in {where['measure']}: give the number of plans to try, e.g. 3")
     if measure and name != AUTO:
         raise UserError(
-            f'plan.measure = {measure} in {where} tries plans of the planner: give plan.name = "auto" beside it'
+            f'plan.measure = {measure} in {where["measure"]} tries plans of the planner: give plan.name = "auto" '
+            "beside it"
         )
     if allow and name != AUTO:
         raise UserError(
-            f'plan.allow = {allow!r} in {where} is for the planner: give plan.name = "auto" beside it, or plan.exchange'
+            f'plan.allow = {allow!r} in {where["allow"]} is for the planner: give plan.name = "auto" beside it, or '
+            "plan.exchange"
         )
-    return Auto(name == AUTO, measure, allowed(allow, f"plan.allow in {where}"), not plan and name is None)
+    return Auto(name == AUTO, measure, allowed(allow, f"plan.allow in {where['allow']}"), not plan and name is None)
 
 
 def allowed(names: Any, what: str) -> tuple[str, ...]:
@@ -215,7 +224,8 @@ def _assignment(text: str) -> tuple[str, list[str], Any]:
     if section == "plan" and not path and written.strip().strip('"') == AUTO:
         return section, [], AUTO
     if not equals or not path or not all(path):
-        raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
+        asks = ", or plan=auto to have the planner find it" if section == "plan" else ""
+        raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3{asks}")
     return section, path, _value(written)
 
 

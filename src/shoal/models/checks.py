@@ -8,7 +8,7 @@ from shoal.errors import UserError, did_you_mean
 
 
 def positive(owner: str, field: str, value: float) -> None:
-    if value <= 0:
+    if not value > 0:  # nor nan
         raise UserError(f"{owner}: {field}={value} must be greater than 0.")
 
 

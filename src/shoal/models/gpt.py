@@ -52,19 +52,10 @@ class GPTConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "sequence",
-            "layers",
-            "d_model",
-            "heads",
-            "key_value_heads",
-            "ff",
-            "rope_theta",
-            "norm_eps",
-        )
-        for field in sizes:
+        for field in ("vocab_size", "sequence", "layers", "d_model", "heads", "rope_theta", "norm_eps"):
             positive("GPTConfig", field, getattr(self, field))
+        positive("GPTConfig", "kv_heads", self.key_value_heads)
+        positive("GPTConfig", "d_ff", self.ff)
         one_of("GPTConfig", "positions", self.positions, ("learned", "rotary"))
         one_of("GPTConfig", "mlp", self.mlp, ("gelu", "swiglu"))
         one_of("GPTConfig", "norm", self.norm, ("layernorm", "rmsnorm"))

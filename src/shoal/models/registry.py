@@ -230,9 +230,8 @@ def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None
     hints, settings = get_type_hints(kind), dict(settings)
     for key, value in settings.items():
         if key not in hints:
-            raise UserError(
-                f"model.{key} is not a setting of {name} ({', '.join(hints)}).{did_you_mean(key, list(hints))}"
-            )
+            known = ["preset", *hints] if kind is GPTConfig else list(hints)
+            raise UserError(f"model.{key} is not a setting of {name} ({', '.join(known)}).{did_you_mean(key, known)}")
         inner = next((each for each in get_args(hints[key]) if is_dataclass(each)), None)
         if inner is not None and isinstance(value, Mapping):
             before = getattr(base, key, None)

@@ -62,7 +62,7 @@ def by_name(name: str, total: int, warmup: int, floor: float) -> Schedule:
         "linear": linear(total, warmup, floor),
         "cosine": cosine(total, warmup, floor),
     }
-    check_choice(f'schedule "{name}" is not one of', name, schedules)
+    check_choice(f'train.schedule = "{name}" is not one of', name, schedules)
     return schedules[name]
 
 

@@ -6,7 +6,7 @@ from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
-from shoal.planner.parts import Part, parts_of, with_stages
+from shoal.planner.parts import Part, as_cut, parts_of, with_stages
 from shoal.planner.predict import BUDGET, DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.prepare import Subject
 from shoal.planner.recording import Recording, Staged, equal
@@ -33,6 +33,7 @@ __all__ = [
     "State",
     "Subject",
     "alike_blocks",
+    "as_cut",
     "blocks_by_stage",
     "changes",
     "deepened",

@@ -211,10 +211,17 @@ class Estimates(Timed):
 
     def _fullest(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> Held:
         """What the rank holds whose device is fullest; of equal ones that whose host is."""
+        return max(self._ranks(choice, lane, counts, most), key=lambda each: (each.bytes, each.host))
+
+    def each(self, choice: Choice) -> list[Held]:
+        """What the ranks of a pipeline hold, of those that are alike one."""
+        lane, counts = self.lane(choice), self.counts(choice)
+        return self._ranks(choice, lane, counts, self.deal(choice, lane, counts).most)
+
+    def _ranks(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> list[Held]:
         plain, again = self._plain(*timing(choice), most), lane.recomputes(counts)
         alike = (each if again else [max(each, key=plain.__getitem__)] for each in lane.cuts.alike)
-        found = [self._held(choice, lane, rank, counts, most) for ranks in alike for rank in ranks]
-        return max(found, key=lambda each: (each.bytes, each.host))
+        return [self._held(choice, lane, rank, counts, most) for ranks in alike for rank in ranks]
 
     def _held(self, choice: Choice, lane: Lane, rank: int, counts: list[Counts], most: int) -> Held:
         """What a rank holds which has up to `most` microbatches."""

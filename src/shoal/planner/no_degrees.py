@@ -79,7 +79,7 @@ def _of_copies(task: Task) -> Iterator[str]:
 
 def _remedy(task: Task) -> str:
     """Each pin without which there are degrees, with those that it may be; else that more rows, or fewer pins, do."""
-    free = []
+    free = dict[frozenset[str], str]()
     for field in task.pins:
         if task.pins[field] == 1 and task.legal.get(PINS.get(field, "")) == 1:
             continue  # it is so without a pin: replicas cannot keep the buffers, or it cannot be divided so
@@ -87,9 +87,9 @@ def _remedy(task: Task) -> str:
             gone = [each for each in task.pins if each not in _without(task.pins, field)]
             may = [] if len(gone) > 1 or _is_refused(task, field) else _values(field, found)
             take = f" or take {field} = {' or '.join(map(str, may))}" if may else ""
-            free.append(f"leave out {' and '.join(gone)}{take}")
+            free[frozenset(gone)] = f"leave out {' and '.join(gone)}{take}"
     if free:
-        return "; or ".join(free)
+        return "; or ".join(said for gone, said in free.items() if not any(fewer < gone for fewer in free))
     if task.rows < task.cluster.size and _spreads(replace(task, rows=task.cluster.size)):
         return f"take train.global_batch = {task.cluster.size}, or fewer devices"
     if task.pins and _spreads(replace(task, pins={})):

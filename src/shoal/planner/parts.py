@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,8 +30,8 @@ from shoal.errors import UserError, did_you_mean
 from shoal.module.build import build_blank
 from shoal.module.printed import printed
 from shoal.optim.groups import OptimizerFactory
-from shoal.pipeline import Schedule, balance, kept, steady
-from shoal.pipeline.units import Unit, pieces_of, units_of
+from shoal.pipeline import Schedule, balance, given_stages, kept, schedule_of, steady
+from shoal.pipeline.units import Unit, pieces_of, stages_of, units_of
 from shoal.plan import Plan, nbytes, option_name, option_parameters
 from shoal.planner.dry_run import run
 from shoal.planner.predict import Machine, predict
@@ -128,6 +129,18 @@ def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit:
         limit=limit / schedule.chunks,
     )
     return [len(each) for each in cuts]
+
+
+def as_cut(factory: Callable[[], nn.Module], plan: Plan) -> list[int] | None:
+    """How many blocks each stage has as an engine cuts the model for `plan`; None where that is not between blocks with
+    the parts around them. Raises UserError for a cut that does not fit the model."""
+    units = units_of(build_blank(factory).module)
+    stages = schedule_of(plan, 1).stages
+    own = dict(zip((unit.name for unit in units), stages_of(units, stages, given_stages(plan)), strict=True))
+    found = [{own[unit.name] for unit in piece.units} for piece in pieces_of(units)]
+    numbers = Counter(stage for piece in found for stage in piece)
+    whole = all(len(piece) == 1 for piece in found) and len(numbers) == stages
+    return [numbers[stage] for stage in range(stages)] if whole else None
 
 
 def under_way(schedule: Schedule) -> list[int]:

@@ -18,6 +18,7 @@ from shoal.server.buffers import Buffers
 from shoal.server.held import Given, named
 from shoal.server.link import About, Link, TableForm
 from shoal.server.messages import Taken, Work
+from shoal.server.options import check_seconds
 from shoal.server.served_table import Pushed
 from shoal.server.sessions import Address, accelerator, key_of_token
 from shoal.server.shares import Rows
@@ -52,6 +53,7 @@ def connect(
     key, incarnation, own = key_of_token(token), secrets.token_hex(8), accelerator(device)
     if not addresses:
         raise UserError("connect: give the address of at least one server")
+    check_seconds("connect(timeout", timeout, above_0=True)
     links: list[Link] = []
     try:
         for each in addresses:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,6 +16,13 @@ from shoal.optim.lr import Schedule
 from shoal.server.held import Given, named
 from shoal.server.shares import Share, balanced
 from shoal.server.table import Table
+
+
+def check_seconds(what: str, value: Any, above_0: bool = False) -> None:
+    """Raises UserError for what is no number of seconds. `what`: up to the argument's name."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (above_0 and value == 0):
+        raise UserError(f"{what}={value!r:.100}): give seconds {'above 0' if above_0 else 'from 0 on'}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,12 @@ class Options:
     seconds: float = 60.0
     say: Say = to_stderr
     device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.save_every) is not int or self.save_every < 1:
+            raise UserError(f"Options(save_every={self.save_every!r:.100}): give a number of updates from 1 on")
+        check_seconds("Options(grace", self.grace)
+        check_seconds("Options(seconds", self.seconds, above_0=True)
 
     def names_of(self, params: Given) -> list[str]:
         """Returns the names of the parameters that this server has."""

@@ -103,9 +103,9 @@ class _Stale:
     ordered: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        check_choice("scale is one of", self.scale, ["none", "inverse"])
-        if self.drop_above is not None and self.drop_above < 0:
-            raise UserError(f"drop_above = {self.drop_above}: give a number of updates from 0 on, or None")
+        check_choice(f'scale = "{self.scale}" is not one of', self.scale, ["none", "inverse"])
+        if self.drop_above is not None and (type(self.drop_above) is not int or self.drop_above < 0):
+            raise UserError(f"drop_above = {self.drop_above!r:.100}: give a number of updates from 0 on, or None")
 
     def due(self, pending: int) -> bool:
         return pending >= 1

@@ -23,7 +23,7 @@ class Share:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
+        if not (type(self.index) is type(self.count) is int and 0 <= self.index < self.count):
             raise UserError(f"{self}: give a server's number, from 0, and how many there are")
 
 

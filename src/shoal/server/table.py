@@ -45,7 +45,7 @@ class Table:
     on_host: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.width < 1:
+        if any(type(each) is not int or each < 1 for each in (self.rows, self.width)):
             raise UserError(f"Table({self.rows}, {self.width}): give numbers of rows and of columns from 1 on")
 
     @classmethod

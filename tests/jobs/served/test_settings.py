@@ -60,6 +60,11 @@ def test_servers_have_the_accelerators_that_workers_leave(monkeypatch, there, wo
     assert taken == (set(found[:workers]) or {None}) and not {str(each) for each in taken} & {*expected} - {"cpu"}
 
 
+def test_a_device_that_there_is_not_is_named():
+    with pytest.raises(UserError, match=r'^server.device = "gpu": Expected one of'):
+        devices.device_of_server(replace(JOB, server=Server(device="gpu")), replace(SINGLE, serves=0, servers=("a:1",)))
+
+
 @pytest.mark.parametrize(
     "values, message",
     [
@@ -67,7 +72,7 @@ def test_servers_have_the_accelerators_that_workers_leave(monkeypatch, there, wo
         ({"policy": "batch"}, 'give a number from 1 on after it, e.g. "batch:2"'),
         ({"policy": "staleness:-1"}, 'give a number from 0 on after it, e.g. "staleness:2"'),
         ({"policy": "sync", "drop_above": 1}, "no gradient lags. Leave server.drop_above out"),
-        ({"scale": "invers"}, 'server.scale is one of.*Did you mean "inverse"'),
+        ({"scale": "invers"}, 'server.scale = .* is not one of.*Did you mean "inverse"'),
         ({"grace": -1.0}, "server.grace = -1.0: give 0 or more"),
         ({"timeout": 0.0}, "server.timeout = 0.0: give seconds above 0"),
     ],

@@ -36,6 +36,7 @@ class Record:
         self._log = LastingLog(run_dir / "metrics.jsonl", self.note)
         self._trackers = Trackers(make_trackers(trackers, run_dir), self.warning)
         self._progress = Progress(total, sys.stdout)
+        self._applied = True
 
     def start(self, run: RunRecord) -> None:
         """Begins the attempt."""
@@ -78,6 +79,13 @@ class Record:
         )
         self._progress.update(step)
         self.evaluation(plan.number, measured)
+        if not result.applied and self._applied:
+            self.warning(
+                f"round {plan.number} left the model as it was: of {plan.asked} clients {plan.dropped} went away, "
+                f"{plan.late} were late, and {result.broken} failed. Later rounds without enough results are not told "
+                "of until one has them"
+            )
+        self._applied = result.applied
 
     def evaluation(self, number: int, measured: Measured | None) -> None:
         """Takes in the loss and the accuracy on what all clients hold out."""

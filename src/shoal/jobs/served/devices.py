@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.device import CPU, accelerators, own_device
+from shoal.errors import in_section
 from shoal.jobs.config import Job
 from shoal.launch.identity import Identity
 
@@ -20,6 +21,7 @@ def device_of_server(job: Job, place: Identity) -> torch.device:
     when each worker has one, or the CPU. It becomes the thread's current one. Raises UserError where there is none."""
     assert place.serves is not None
     if job.server.device is not None:
-        return own_device(job.server.device, place.serves, len(place.servers))
+        with in_section("server"):
+            return own_device(job.server.device, place.serves, len(place.servers))
     left = accelerators()[place.size + place.serves :]
     return own_device(left[0] if left else CPU, 0, 1)

@@ -1,11 +1,12 @@
-"""What of a job goes with a parameter server, and into how many gradients its steps are divided. Nothing here imports
-torch."""
+"""What of a job goes with a parameter server, and into how many gradients its steps are divided. Imports torch for a
+codec alone."""
 
 from __future__ import annotations
 
 from shoal.errors import UserError
 from shoal.jobs.config import Job
 from shoal.jobs.served.table import BATCH, SYNC
+from shoal.plan import Option
 
 _OWN = ("recompute", "compile")
 """What of a plan concerns a single process."""
@@ -19,6 +20,7 @@ def check_served(job: Job, workers: int) -> None:
                 f"plan.{key} = {value!r} with a parameter server: each worker computes gradients of the whole model by "
                 f"itself. Leave plan.{key} out, or leave ps out of the roles"
             )
+    _check_codec(job.server.codec)
     no_group = {
         "run.at": bool(job.run.at),
         "run.verify_every": bool(job.run.verify_every),
@@ -36,6 +38,16 @@ def check_served(job: Job, workers: int) -> None:
             f"train.global_batch = {job.train.global_batch}: a step has {number} shares under server.policy = "
             f'"{job.server.policy}". Give at least {number}'
         )
+
+
+def _check_codec(option: Option | None) -> None:
+    if option is not None:
+        from shoal.comm.codecs import codec  # imports torch
+
+        try:
+            codec(option)
+        except UserError as error:
+            raise UserError(f"server.codec: {error}") from error
 
 
 def shares(job: Job, workers: int) -> int:

@@ -40,7 +40,7 @@ class Server:
     def __post_init__(self) -> None:
         kind, _ = self.kind
         if self.scale is not None:
-            check_choice("server.scale is one of", self.scale, ["none", "inverse"])
+            check_choice(f'server.scale = "{self.scale}" is not one of', self.scale, ["none", "inverse"])
         for key in ("drop_above", "grace", "restarts"):
             value = getattr(self, key)
             if value is not None and value < 0:
