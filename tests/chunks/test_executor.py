@@ -53,6 +53,30 @@ def test_a_pass_that_repeats_moves_what_was_planned(case, ahead, compute, data):
 
 @settings(max_examples=MANY)
 @given(passes(), st.integers(0, 3), st.data())
+def test_what_is_used_beyond_the_plan_and_is_in_memory_moves_nothing(case, ahead, data):
+    """Ranks that gather blocks together need not use each as often, see `saved`."""
+    trace, sizes, capacity = case
+    machine = Machine(sizes, capacity)
+    executor = Executor(machine.blocks, machine, machine.tier, ahead)
+    machine.run(executor, trace, [1] * len(trace))
+    before = executor.bytes_in
+    machine.run(executor, trace, [1] * len(trace))
+    moved, before = executor.bytes_in - before, executor.bytes_in
+    executor.begin("pass")
+    for used in trace:
+        machine.in_use = used
+        executor.use(used)
+        there = [place for place, block in enumerate(machine.blocks) if block.state == "there"]
+        machine.in_use = data.draw(st.frozensets(st.sampled_from(there))) if there else frozenset()
+        executor.use(machine.in_use)
+    machine.in_use = frozenset()
+    executor.end()
+    assert executor.bytes_in - before == moved
+    assert executor.followed is not None
+
+
+@settings(max_examples=MANY)
+@given(passes(), st.integers(0, 3), st.data())
 def test_a_pass_that_is_another_one_or_has_other_neighbours_goes_on(case, ahead, data):
     """Whatever was recorded before, a pass that fits on demand runs."""
     trace, sizes, capacity = case

@@ -174,6 +174,41 @@ def test_ranks_that_need_different_weights_are_told(model, says):
         assert "plan.zero = 2 without plan.memory does not" in message
 
 
+class Queries(nn.Module):
+    """Of the input of `mix` autograd keeps the weight `queries` itself for one sample, a copy for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Embedding(3, WIDTH)
+        self.inward, self.mix = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.outward = nn.Linear(WIDTH, teacher.OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.queries.weight.expand(len(x), -1, -1)
+        return self.outward(self.inward(x) + self.mix(queries).mean(1))
+
+
+def with_a_short_batch(world: World, zero: int) -> list[float]:
+    torch.set_num_threads(1)
+    running = Engine(
+        Queries, regression, teacher.ADAMW,
+        Plan(dp=world.size, zero=zero, memory={"chunk": 1024}),
+        global_batch=4, microbatch=2, world=world,
+    )  # fmt: skip
+    try:
+        samples = [teacher.data()[at] for at in range(7)]
+        return [running.step(batch).loss for batch in running.batches(samples, steps=4)]
+    finally:
+        running.close()
+
+
+def test_a_rank_with_fewer_samples_may_use_weights_in_memory_more_often():
+    """The last batch of an epoch has two samples on one rank, one on the other."""
+    expected = run_ranks(with_a_short_batch, 1, 0)[0]
+    for losses in run_ranks(with_a_short_batch, 2, 3):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def what_moves(world: World, steps: int) -> tuple[int, int, list[str]]:
     """Bytes that came in the last step and in the first one; the order of arrivals and uses in the last."""
     running = Engine(

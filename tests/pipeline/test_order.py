@@ -186,3 +186,23 @@ class Early(nn.Module):
 
 def test_of_two_ways_that_differ_the_first_counts() -> None:
     assert [unit.name for unit in units_of(Early())] == ["first", "last", "beside"]
+
+
+class Reads(nn.Module):
+    """Looks at layers before it runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"en": nn.Linear(4, 4)}) for _ in range(2))
+        self.last, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        language = next(iter(self.layers[0].keys()))
+        x = self.first(x.to(self.last.weight.dtype))
+        for layer in self.layers:
+            x = layer[language](x)
+        return self.last(x)
+
+
+def test_what_is_only_read_of_a_layer_is_no_use_of_it() -> None:
+    assert [unit.name for unit in units_of(Reads())] == ["first", "layers.0.en", "layers.1.en", "last"]

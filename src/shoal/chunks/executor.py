@@ -2,8 +2,10 @@
 
     ABSENT -> COMING -> HERE -> ABSENT        a block that is in use is HERE and does not go
 
-The first pass of a kind is recorded; from the second on its plan of moves runs (see `movement`). A pass that uses other
-blocks than the recorded one goes on as the first did, and is recorded instead.
+The first pass of a kind is recorded; from the second on its plan of moves runs (see `movement`). What is in use
+together may depend on the number of samples, and ranks that move together need not have the same: a part of what the
+next tick uses is that tick, and another use of what is in memory moves nothing. A pass that uses other blocks than that
+goes on as the first did, and is recorded instead.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class Executor:
         self._plans: dict[Hashable, Planned] = {}
         self._key: Hashable = None
         self._follows: Planned | None = None
+        self._done = 0  # ticks of that plan
         self._trace: list[frozenset[int]] = []
         self._others: list[int] = []  # bytes that others have at most at each tick
         self._held = 0
@@ -91,7 +94,7 @@ class Executor:
         """Begins a pass of the kind `key`; whatever an earlier one left is let go."""
         self._all_goes()
         self._key, self._trace, self._others, self.active = key, [], [], True
-        self._follows = self._plans.get(key)
+        self._follows, self._done = self._plans.get(key), 0
         if self._tier is not None:
             self._tier.measures = self._follows is None
             self._tier.most_others()
@@ -106,7 +109,7 @@ class Executor:
             if state is State.COMING:
                 self._arrive(index)
         trace = self._all_goes()
-        is_new = bool(trace) and (self._follows is None or self._follows.trace != trace)
+        is_new = bool(trace) and (self._follows is None or self._done < len(self._follows.trace))
         self._pause(Pause.NEW if is_new else Pause.KNOWN)
         if is_new:
             self._follows = None
@@ -167,11 +170,13 @@ class Executor:
         self._trace.append(blocks)
         if self._tier is not None:
             self._others.append(self._tier.most_others())
-        if self._follows is not None and self._follows.trace[tick : tick + 1] != (blocks,):
+        if self._follows is not None and any(
+            blocks <= each for each in self._follows.trace[self._done : self._done + 1]
+        ):
+            self._move(self._follows.moves[self._done], blocks)
+            self._done += 1
+        elif self._follows is None or any(self._states[index] is State.ABSENT for index in blocks):
             self._follows = None  # another pass than the one that was planned
-        if self._follows is not None:
-            self._move(self._follows.moves[tick], blocks)
-        else:
             self._make_room(blocks)
         for index in sorted(blocks):
             self._used_at[index] = tick

@@ -58,9 +58,9 @@ class Gather:
         always = {storage_of(p) for name, p in module.named_parameters() if name not in self._index}
         activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
         away = on_host(activations) if on_host is not None else None
-        self._saved = SavedTensors(chunks, always, weakly(self._use), activations, away)
         # what the loss and the modules whose forward is under way asked for, innermost last
         self._running: list[set[int]] = []
+        self._saved = SavedTensors(chunks, always, self._running, weakly(self._use), activations, away)
         self._until_gradients: dict[int, set[str]] = {}
         self._all_there, self._is_aside = 0, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -1,6 +1,9 @@
 """Tensors that autograd saves for backward while weights are gathered.
 
 of a gathered weight    only where it lies is kept, so its memory is free until backward asks for it
+of one that is given    a copy: a layer that has weights of its own takes it as its input, and has a copy of it for more
+                        than one sample (of learned queries, say), for one the weight itself; backward would ask for it
+                        on ranks with one sample alone
 of anything else        the tensor, on the device or, for a part of the bytes, on the host (activations_on_host)
 """
 
@@ -45,6 +48,7 @@ class SavedTensors:
 
     - `chunks`: whose weights are gathered
     - `always`: storages (by `_cdata`) of the other weights, which stay in memory anyway
+    - `running`: indices of the chunks that each module whose forward is under way has asked for, innermost last
     - `use`: brings the chunks at some indices, which backward needs together
     - `activations`: counts what is kept; None on a GPU, whose allocator does
     - `on_host`: where a part of it waits
@@ -54,11 +58,12 @@ class SavedTensors:
         self,
         chunks: Sequence[Chunk],
         always: set[int],
+        running: Sequence[set[int]],
         use: Callable[[Iterable[int]], None],
         activations: Activations | None,
         on_host: OnHost | None,
     ) -> None:
-        self._chunks, self._always, self._use = chunks, always, use
+        self._chunks, self._always, self._running, self._use = chunks, always, running, use
         self._activations, self._on_host = activations, on_host
         self._weights = {storage_of(chunk.data): index for index, chunk in enumerate(chunks)}
         self._node: Any = None
@@ -104,9 +109,12 @@ class SavedTensors:
         lazy = plain and (tensor.is_conj() or tensor.is_neg())
         if index is not None and lazy:
             return tensor.detach().resolve_conj().resolve_neg()
-        if index is not None:
+        own = self._running[-1] if self._running else set()
+        if index is not None and (index in own or not own):
             return _Weight(index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         kept = tensor.detach()  # itself it would keep its own graph alive
+        if index is not None:
+            kept = kept.clone()
         if not plain or storage in self._always:
             return kept
         here = not lazy and kept.device == self._chunks[0].data.device

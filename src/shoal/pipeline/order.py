@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import nn
 
+_READS = frozenset(["config", "device", "dtype", "keys", "parameters", "shape", "training"])
+"""Attributes of a child that are read without a use of it."""
+
 _parsing = threading.Lock()
 """CPython 3.11 raises SystemError where two threads make a syntax tree at once: they count its depth together. Ranks
 may be threads."""
@@ -133,6 +136,8 @@ class _Uses(ast.NodeVisitor):
         self.visit(node.func)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr in _READS and self._is_within_self(node.value):
+            return
         name = self._of_self(node)
         if name in self._names:
             self.found += [str(name)] if name not in self.found else []
@@ -184,6 +189,15 @@ class _Uses(ast.NodeVisitor):
     def visit_ListComp(self, node: ast.ListComp) -> None:
         for each in (*node.generators, node.elt):
             self.visit(each)
+
+    def _is_within_self(self, node: ast.AST) -> bool:
+        """Whether `node` is what lies in an attribute of self, such as `self.layers[0].norm.weight`: nothing is
+        called."""
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            if self._of_self(node) is not None:
+                return True
+            node = node.value
+        return False
 
     def _of_self(self, node: ast.AST) -> str | None:
         """Returns the name of the attribute of self that `node` is, if it is one."""
