@@ -286,9 +286,8 @@ def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace]) -> float:
     if lane.ranks == 1:
         return 0.0
     slow, _ = slowest(stages, lane.ranks)
-    own = stages[slow :: lane.ranks]
-    forward, backward = (sum(each[way] for each in stages) - sum(each[way] for each in own) for way in (0, 1))
-    return fill(choice.schedule, choice.chunks, forward, backward)
+    others = [each for place, each in enumerate(stages) if place % lane.ranks != slow]
+    return fill(choice.schedule, choice.chunks, *(sum(each[way] for each in others) for way in (0, 1)))
 
 
 def within(terms: Mapping[str, float], seconds: float) -> dict[str, float]:
