@@ -647,3 +647,46 @@ class Speaking(nn.Module):
 
 def test_a_layer_that_prints_values_is_cut():
     assert cuts_of(build(Speaking, 0).module, 2, None).found.kinds["gate.up"] == "column"
+
+
+class Towers(nn.Module):
+    """What text gives is mixed with a picture where there is one: a look at the model with text alone does not see who
+    takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.text, self.forth = nn.Embedding(31, 8), Gate(), nn.Linear(8, 16)
+        self.picture, self.mix, self.head = nn.Linear(4, 16), nn.Linear(16, 8), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor, picture: Tensor | None = None) -> Tensor:
+        text = self.text(self.words(ids))
+        forth = self.forth(text)
+        if picture is not None:
+            both = torch.cat([self.picture(picture), forth], 1)
+            text = text + self.mix(both)[:, picture.shape[1] :]
+        return self.head(text)
+
+
+def with_picture(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
+    picture = mb["ids"][:, :4].to(torch.float64).div(31).sin()[:, None].expand(-1, 2, -1)
+    logits = model(mb["ids"], picture)[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), mb["ids"][:, 1:].numel()
+
+
+def mixed(world, plan: dict) -> tuple[list[float], list[str]]:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = Engine(
+        Towers, with_picture, sgd, Plan(**plan), global_batch=4, microbatch=2, precision="fp64", world=world
+    )
+    losses = [engine.step(batch).loss for batch in engine.batches(samples(), steps=2)]
+    rows = rows_of(str(engine.tensor_layers))
+    engine.close()
+    return losses, rows
+
+
+def test_what_others_may_take_of_a_model_that_is_tried_in_part_stays_whole():
+    """The half of what text gives was put beside the whole of the picture's."""
+    alone, _ = simulate_world(1, mixed, {})[0]
+    for losses, rows in simulate_world(2, mixed, {"tp": 2}):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert any(row.startswith("text.up column 24 x 8 12 x 8") for row in rows), rows

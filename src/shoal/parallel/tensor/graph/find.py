@@ -22,7 +22,7 @@ from shoal.parallel.tensor.graph.inputs import traced
 from shoal.parallel.tensor.graph.local import Local
 from shoal.parallel.tensor.graph.roles import Roles
 from shoal.parallel.tensor.graph.select import Pinned, followed, selected
-from shoal.parallel.tensor.graph.trace import Trace, fake_mode
+from shoal.parallel.tensor.graph.trace import Trace, fake_mode, goes_on_elsewhere
 from shoal.parallel.tensor.graph.units import units_of
 from shoal.parallel.tensor.piece import Piece
 from shoal.parallel.tensor.region import Region
@@ -65,15 +65,15 @@ def _used_outside(part: nn.Module, module: nn.Module) -> set[int]:
 
 
 def traces_of(name: str, module: nn.Module, mode: FakeTensorMode, fail: set[str] | None = None) -> Iterator[Trace]:
-    """Yields a trace of `module`, or of the parts of it that run by themselves, if it does not. `fail`: those that were
-    found not to, as those that are like them do not either."""
+    """Yields a trace of `module`, or of the parts of it that run by themselves, if it does not, or in part alone.
+    `fail`: those that were found not to, as those that are like them do not either."""
     if not any(True for _ in module.parameters()) or not list(module.children()):
         return
     fail = set() if fail is None else fail
     shapes = [(key, tuple(each.shape), each.dtype) for key, each in module.named_parameters()]
     looks = repr((type(module), printed(module), shapes))
     whole = None if looks in fail else traced(name, module, mode)
-    if whole is not None:
+    if whole is not None and not goes_on_elsewhere(whole):
         yield whole
         return
     fail.add(looks)

@@ -89,6 +89,21 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
 
 
+def goes_on_elsewhere(trace: Trace) -> bool:
+    """Whether parts that have not run may take what the trace computes: it uses not all weights, as of a model for text
+    and pictures that is tried on text, and nothing in it takes what it computes with some."""
+    root, weights = trace.calls[0], {id(each) for each in trace.calls[0].module.parameters() if each.dim() > 1}
+    if weights <= {id(each) for op in trace.ops for each in op.inputs}:
+        return False
+    taken = {id(each) for each in tensors_in(root.result)}
+    for op in reversed(trace.ops):
+        if any(id(each) in taken for each in op.outputs):
+            taken.update(id(each) for each in op.inputs)
+        elif any(id(each) in weights for each in op.inputs):
+            return True
+    return False
+
+
 class _Log(TorchDispatchMode):
     def __init__(self, trace: Trace, running: list[Call]) -> None:
         super().__init__()
