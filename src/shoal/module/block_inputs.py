@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shoal.errors import UserError
 from shoal.module.record import storage_of
 
+MODIFIED = "modified by an inplace operation"
+"""What torch's error has where a tensor that backward needs is no longer as its forward has left it."""
 _REMEDY = "make the operation out of place (x = x + y, inplace=False), or train without plan.recompute"
 
 
@@ -95,7 +97,7 @@ class BlockInputs:
         try:
             return dict(zip(self._direct, self._saved.grad_fn.saved_tensors, strict=True))
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            if MODIFIED not in str(error):
                 raise
             raise self._changed_behind() from error
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm import Group, World
 from shoal.errors import UserError
+from shoal.module.block_inputs import MODIFIED
 from shoal.pipeline.actions import Action
 from shoal.pipeline.p2p import Mail, Message, Way
 from shoal.pipeline.passes import Again, Pass
@@ -19,8 +20,6 @@ from shoal.pipeline.routes import Routes, Shape, Value
 from shoal.pipeline.split import Split
 from shoal.pipeline.split_backward import input_half, weight_half
 
-MODIFIED = "modified by an inplace operation"
-"""What torch's error has where a tensor that backward needs is no longer as its forward has left it."""
 CHANGED_MEANWHILE = (
     "plan.pp: a forward changes a tensor in place that the backward of an earlier microbatch needs, as by `self.calls "
     "+= 1`, and a pipeline runs that forward before this backward: give the module a new tensor instead (self.calls = "

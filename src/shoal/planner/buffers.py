@@ -7,9 +7,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.module.block_inputs import MODIFIED
 from shoal.module.buffers import OtherBuffers
 from shoal.module.build import build_blank
-from shoal.pipeline.interpreter import CHANGED_MEANWHILE, MODIFIED
+from shoal.pipeline.interpreter import CHANGED_MEANWHILE
 from shoal.plan import Plan
 from shoal.planner.degrees import Spread
 from shoal.planner.dry_run import loss_of
