@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 
 from shoal.errors import UserError
 from shoal.launch import launch, process
+from shoal.launch.rank import run_program
 from shoal.launch.roles import launch_roles
 from shoal.launch.served import launch_served
 
@@ -169,6 +172,7 @@ def test_what_a_rank_started_ends_with_it(script, tmp_path: Path) -> None:
     "program, nproc, message",
     [
         (["no/such.py"], 2, "the script no/such.py does not exist"),
+        ([os.path.dirname(__file__)], 2, "tests/launch is a directory without a __main__.py: give a script"),
         ([], 2, "no program to run"),
         (["-m"], 2, "no program to run"),
         ([__file__], 0, "nproc = 0"),
@@ -177,6 +181,57 @@ def test_what_a_rank_started_ends_with_it(script, tmp_path: Path) -> None:
 def test_nothing_to_start(program: list[str], nproc: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         launch(program, nproc)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a package, a directory that Python can run, and broken modules; what they import is forgotten."""
+    for name, text in {
+        "pack/__init__.py": "",
+        "pack/broken.py": "import nosuch_inside",
+        "pack/nested.py": "import runpy\nrunpy.run_module('nosuch')",
+        "folder/__main__.py": "raise KeyError('runs')",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    with patch.dict(sys.modules):
+        yield tmp_path
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        (["-m", "nosuch"], "-m nosuch cannot be run: No module named nosuch (looked in {here} and the paths of"),
+        (["-m", "nosuch.part"], "-m nosuch.part cannot be run: Error while finding module specification for 'nosuch.p"),
+        (["-m", "pack.nosuch"], "-m pack.nosuch cannot be run: No module named pack.nosuch (looked in"),
+        (["-m", "pack"], "-m pack cannot be run: No module named pack.__main__; 'pack' is a package and cannot be"),
+        (["/proc/self/mem"], "/proc/self/mem cannot be run: [Errno 5] Input/output error"),
+    ],
+)
+def test_a_program_that_is_not_there_is_told_in_one_line(packages: Path, program: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        run_program(program)
+    assert str(refused.value).startswith(message.format(here=packages)) and "\n" not in str(refused.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "program, error",
+    [
+        (["-m", "pack.broken"], "No module named 'nosuch_inside'"),
+        (["-m", "pack.broken.part"], "No module named 'nosuch_inside'"),
+        (["-m", "pack.nested"], "No module named nosuch"),
+        (["folder"], "runs"),
+    ],
+)
+def test_an_error_of_the_program_stays_its_own(packages: Path, program: list[str], error: str) -> None:
+    with pytest.raises((ImportError, KeyError), match=error):
+        run_program(program)
 
 
 @pytest.mark.fast

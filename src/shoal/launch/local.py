@@ -94,8 +94,13 @@ def _check(program: list[str], nproc: int) -> None:
         raise UserError(f"nproc = {nproc}: give at most {MOST_RANKS_OF_A_HOST}")
     if not program or (program[0] == "-m" and len(program) < 2):
         raise UserError("there is no program to run: give a script, or -m and a module")
-    if program[0] != "-m" and not Path(program[0]).is_file():
-        raise UserError(f"the script {program[0]} does not exist (looked in {os.getcwd()})")
+    if program[0] == "-m":
+        return
+    script = Path(program[0])
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise UserError(f"{script} is a directory without a __main__.py: give a script")
+    if not script.exists():
+        raise UserError(f"the script {script} does not exist (looked in {os.getcwd()})")
 
 
 @contextmanager

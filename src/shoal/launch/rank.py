@@ -13,15 +13,17 @@ import ctypes
 import faulthandler
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.errors import tell_plainly
+from shoal.errors import UserError, tell_plainly
 from shoal.launch import tf_config
-from shoal.launch.failure import failure_of, write_end, write_failure
+from shoal.launch.failure import failure_of, first_line, write_end, write_failure
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,15 +74,29 @@ def die_with_launcher(launcher: int) -> None:
 
 
 def run_program(program: list[str]) -> None:
-    """Runs ["script.py", ...] or ["-m", "module", ...] as `__main__`; sets `sys.argv` and `sys.path` like `python`."""
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        sys.path[0] = os.getcwd()
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        sys.path[0] = str(Path(program[0]).resolve().parent)
-        runpy.run_path(program[0], run_name="__main__")
+    """Runs ["script.py", ...] or ["-m", "module", ...] as `__main__`; sets `sys.argv` and `sys.path` like `python`.
+    Raises UserError where there is no such program."""
+    try:
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            sys.path[0] = str(Path(program[0]).resolve().parent)
+            runpy.run_path(program[0], run_name="__main__")
+    except (ImportError, OSError) as error:
+        if not _none_has_run(error):
+            raise
+        said = " ".join(program[:2]) if program[0] == "-m" else program[0]
+        looked = f" (looked in {os.getcwd()} and the paths of Python)" if program[0] == "-m" else ""
+        raise UserError(f"{said} cannot be run: {first_line(error)}{looked}") from None
+
+
+def _none_has_run(error: Exception) -> bool:
+    """Whether `error` is Python's own, raised before any line of the program was run."""
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return files <= {__file__, *(each.__code__.co_filename for each in (runpy.run_module, pkgutil.read_code))}
 
 
 if __name__ == "__main__":
