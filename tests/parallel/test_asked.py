@@ -16,7 +16,7 @@ from shoal import Engine, Plan, auto_plan
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, causal_lm, masked_lm
 from tests.pool import reference, run_ranks
-from tests.zoo.entry import Microbatch
+from tests.zoo.entry import Microbatch, cross_entropy
 from tests.zoo.test_auto import machine
 
 VOCABULARY, TOKENS = 61, 8
@@ -47,6 +47,14 @@ def of_transformers(kind: str, automatic: str, **fields: Any) -> nn.Module:
     return getattr(transformers, automatic).from_config(config)
 
 
+LONG: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0},
+}
+"""Frequencies that follow the longest position of a row, where that is above 4."""
+
+
 roberta = partial(of_transformers, "roberta", "AutoModelForMaskedLM")
 llama = partial(of_transformers, "llama", "AutoModelForCausalLM", num_key_value_heads=2)
 gpt = partial(GPT, GPTConfig(VOCABULARY, TOKENS, layers=1, d_model=16, heads=2))
@@ -70,6 +78,11 @@ def padded() -> list[dict[str, Tensor]]:
     return [
         {**row, "labels": row["labels"].masked_fill(ends, -100), "attention_mask": (~ends).long()} for row in rows()
     ]
+
+
+def packed() -> list[dict[str, Tensor]]:
+    """The same rows, of three documents each, which their positions show."""
+    return [{**row, "position_ids": (torch.arange(TOKENS) + at) % 3} for at, row in enumerate(rows())]
 
 
 class ByHand(nn.Module):
@@ -172,7 +185,26 @@ def last_channels(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
     return logits.square().sum(), torch.tensor(logits.numel() / TOKENS)
 
 
+def by_positions(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    return cross_entropy(model(input_ids=mb["input_ids"], position_ids=mb["position_ids"]).logits, mb["labels"])
+
+
+def all_seen(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    """Where a mask is given, models of transformers do not look for documents in positions."""
+    seen = torch.ones_like(mb["input_ids"])
+    logits = model(mb["input_ids"], seen, position_ids=mb["position_ids"]).logits
+    return cross_entropy(logits, mb["labels"])
+
+
+def own_mask(model: nn.Module, mb: Microbatch) -> tuple[Tensor, Tensor]:
+    """Finds the padding by itself, which the last rank alone has."""
+    return cross_entropy(model(input_ids=mb["input_ids"], attention_mask=mb["input_ids"] != 1).logits, mb["labels"])
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
+    "by positions": by_positions,
+    "all seen": all_seen,
+    "own mask": own_mask,
     "causal": causal_lm,
     "masked": masked_lm,
     "own": its_own,
@@ -188,6 +220,8 @@ LOSSES: dict[str, Callable[..., Any]] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "roberta": roberta,
     "llama": llama,
+    "long": partial(of_transformers, "llama", "AutoModelForCausalLM", **LONG),
+    "opt": partial(of_transformers, "opt", "AutoModelForCausalLM", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0),
     "minimax": partial(of_transformers, "minimax", "AutoModelForCausalLM", **MINIMAX),
     "esm": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2, token_dropout=True),
     "esm without": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2),
@@ -213,12 +247,14 @@ def made(world: Any, model: str, loss: str, plan: dict[str, Any]) -> Engine:
     )
 
 
-def trained(world: Any, model: str, loss: str, plan: dict[str, Any], mask: bool = False) -> list[float] | str:
-    """The losses of three steps, or what is refused. `mask`: rows are padded, and an attention_mask says so."""
-    engine, data = None, padded() if mask else rows()
+def trained(
+    world: Any, model: str, loss: str, plan: dict[str, Any], data: Callable[[], list[dict[str, Tensor]]] = rows
+) -> list[float] | str:
+    """The losses of three steps, or what is refused."""
+    engine = None
     try:
         engine = made(world, model, loss, plan)
-        return [float(engine.step(batch).loss) for batch in engine.batches(data, steps=3)]
+        return [float(engine.step(batch).loss) for batch in engine.batches(data(), steps=3)]
     except UserError as refusal:
         return str(refusal)
     finally:
@@ -242,6 +278,7 @@ def without_a_mask(world: Any) -> list[float]:
         ("llama", "channels"),
         ("esm without", "masked"),
         ("gpt", "without documents"),
+        ("long", "causal"),
     ],
 )
 def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, context: str) -> None:
@@ -253,9 +290,23 @@ def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, conte
         assert found == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [("llama", "by positions"), ("llama", "all seen"), ("roberta", "by positions"), ("opt", "by positions")],
+)
+def test_documents_that_positions_show_count_where_the_model_masks_by_them(model: str, loss: str, context: str) -> None:
+    """Of transformers, RoBERTa and OPT look for none; Llama does, where it is given no mask."""
+    whole = reference(trained, 1, model, loss, {}, packed)[0]
+    assert not isinstance(whole, str), whole
+    for found in run_ranks(trained, 2, model, loss, {"cp": 2, "context": context}, packed):
+        assert found == pytest.approx(whole, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "message"),
     [
+        ("roberta", "own mask", "takes no attention_mask"),
         ("llama", "own", "is given labels, which it shifts by a token"),
         ("llama", "here", "the loss picks tokens by their place in a row"),
         ("llama", "pad", "the loss picks tokens by their place in a row, or moves them"),
@@ -309,8 +360,8 @@ def test_where_weights_are_away_what_looks_at_neighbours_is_refused_as_well() ->
 
 def test_rows_that_are_padded_at_their_ends_need_no_mask_where_attention_is_causal() -> None:
     """As the error says where there is one."""
-    masked = reference(trained, 1, "llama", "causal", {}, True)[0]
-    for answer in run_ranks(trained, 2, "llama", "causal", {"cp": 2}, True):
+    masked = reference(trained, 1, "llama", "causal", {}, padded)[0]
+    for answer in run_ranks(trained, 2, "llama", "causal", {"cp": 2}, padded):
         assert isinstance(answer, str) and "where attention is causal, leave it out" in answer
     for found in run_ranks(without_a_mask, 2):
         assert found == pytest.approx(masked, rel=1e-6)

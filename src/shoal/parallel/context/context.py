@@ -11,10 +11,9 @@ keys and values cp - 1 times.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,12 +33,12 @@ from shoal.parallel.context.asked import (
     check_model,
     check_padding,
     check_tokens,
-    in_order,
-    positions_of,
 )
-from shoal.parallel.context.documents import check_learned, documents_of, is_causal_mask, stretches, window_of
+from shoal.parallel.context.documents import check_learned, is_causal_mask, window_of
+from shoal.parallel.context.longest import tell_the_longest
 from shoal.parallel.context.neighbours import Neighbours
 from shoal.parallel.context.ring import Ring, of_one_width, ring_attention
+from shoal.parallel.context.told import Rows, Told
 
 PURPOSE = "attention"
 
@@ -57,17 +56,12 @@ class Context:
         self.size, self.rank = group.size, group.rank
         self.attending = False
         self._whole = 0  # tokens of a whole row; 0: no microbatch is open
-        self._documents: Tensor | None = None  # [B, T], of whole rows
-        self._masks: dict[bool, Tensor] = {}
-        self._begins = self._places = self._nothing_padded = torch.empty(0)
+        self._rows: Rows | None = None
         self._known: tuple[Tensor, bool] | None = None
         self._window: int | None = None
-        self._takes_padding = self._takes_documents = False
-        self._places_in: dict[str, int] = {}  # among the arguments of the model
         self._calls: list[bool] = []  # of attention in the running forward: whether they were causal
         self._agreed = False
-        self._positions: Callable[[Tensor], Tensor] = in_order
-        self._neighbours, self.apart = Neighbours(self.size), Apart(group)
+        self._neighbours, self.apart, self._told = Neighbours(self.size), Apart(group), Told(group)
 
     def watch(self, module: nn.Module) -> None:
         """Registers hooks that give `module` the positions of this rank's tokens. Raises UserError for a model that
@@ -75,44 +69,19 @@ class Context:
         self._neighbours.know(module)
         module = unadapted(module)
         check_model(module, self.size)
-        parameters = list(inspect.signature(module.forward).parameters)
-        self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
-        self._places_in = {name: at for at, name in enumerate(parameters) if name in ("position_ids", "document_ids")}
-        self._positions = positions_of(module)
         module.register_forward_pre_hook(self._tell, with_kwargs=True)
         module.register_forward_hook(self._neighbours.out_of_model, always_call=True)
-        if self._takes_padding:
-            inner: nn.Module = getattr(module, "base_model", module)
-            inner.register_forward_pre_hook(self._say_nothing_is_padded, with_kwargs=True)
+        self._told.know(module, lambda: self._rows)
+        tell_the_longest(module, self.group, lambda: self.is_open)
         self._window = window_of(getattr(module, "config", None))
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Gives the model the position_ids of this rank's tokens in the whole rows, unless the loss gives some."""
-        if not self._whole:
+        """Tells the model of this rank's tokens (see Told)."""
+        if self._rows is None:
             return None
         self._neighbours.into_model()
         check_labels(module, kwargs, self.size)
-        told = dict(kwargs)
-        passed = {name: len(args) > at or kwargs.get(name) is not None for name, at in self._places_in.items()}
-        if not passed["position_ids"]:
-            told["position_ids"] = self._places
-        if not passed["document_ids" if self._takes_documents else "position_ids"]:
-            self._documents = None  # the model, which the loss has not told of them, does not mask by them
-        if self._takes_padding:
-            # it covers this rank's tokens, none of them padding; the model would use it for all tokens
-            told.pop("attention_mask", None)
-        return args, told
-
-    def _say_nothing_is_padded(
-        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """Gives the model a mask of ones.
-
-        Without one, transformers would look for documents in a rank's positions, and only some ranks would find some.
-        """
-        if not self._whole or len(args) > 1 or kwargs.get("attention_mask") is not None:
-            return None
-        return args, {**kwargs, "attention_mask": self._nothing_padded}
+        return self._told.tell(self._rows, args, kwargs)
 
     @property
     def is_open(self) -> bool:
@@ -159,42 +128,46 @@ class Context:
                 )
         self.close()
         self._whole, self._calls = T, []
-        self._documents = documents_of(microbatch, self._takes_documents, self._takes_padding)
-        whole, places = dict(microbatch), self._positions(ids)
+        whole, places = dict(microbatch), self._told.positions(ids)
         whole.setdefault("position_ids", places.expand(ids.shape))
         found = {key: self.own(value) if value.shape[:2] == ids.shape else value for key, value in whole.items()}
-        self._begins = stretches(found["position_ids"])
-        self._places = self.own(places)
-        self._nothing_padded = torch.ones_like(found["input_ids"])
+        self._rows = self._told.rows(microbatch, found, self.own(places))
         return found
 
     def check_padding(self, rows: Mapping[str, Tensor]) -> None:
         """Raises UserError where an attention_mask says that `rows`, or a sample, are padded."""
-        check_padding(rows, self._takes_documents)
+        check_padding(rows, self._told.takes_documents)
 
     def state(self) -> Any:
-        """Returns the state of the running microbatch: the length of its rows, their documents and masks."""
-        return self._whole, self._documents, self._begins, self._places, self._nothing_padded, self._masks
+        """Returns the state of the running microbatch."""
+        return self._rows
 
     def recall(self, state: Any) -> None:
         """Continues with the microbatch whose `state` is given."""
-        self._whole, self._documents, self._begins, self._places, self._nothing_padded, self._masks = state
-        self._known = None
+        self._rows, self._known = state, None
+        self._whole = 0 if state is None else state.tokens
 
     def close(self) -> None:
         """Ends the microbatch: a forward outside of one is of whole rows."""
-        self._whole, self._documents, self._masks, self._known = 0, None, {}, None
+        self._whole, self._rows, self._known = 0, None, None
 
-    def looking(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def looking(self) -> Iterator[None]:
         """Wraps a loss of the running microbatch: UserError where it picks tokens by their place in a row."""
-        return self._neighbours.looking_at(self._nothing_padded.shape)
+        assert self._rows is not None
+        with self._neighbours.looking_at(self._rows.shape), self._told.seeing(lambda: self.is_open):
+            yield
 
     def attended(self, count: float | None) -> None:
         """Called after the forward of a loss, which has counted `count` (None: no plain number). Raises UserError if it
         has called no attention, and, of the first one, for what ranks have not alike (see check_first)."""
         check_attended(self._calls, self.size)
-        if not (self._agreed or self.apart.is_on) and torch._C._functorch.peek_interpreter_stack() is None:
-            check_first(self.group.all_gather_object((self._calls, count)), self._nothing_padded.shape)
+        if (
+            self._rows is not None
+            and not (self._agreed or self.apart.is_on)
+            and torch._C._functorch.peek_interpreter_stack() is None
+        ):
+            check_first(self.group.all_gather_object((self._calls, count)), self._rows.shape)
             self._agreed = True
 
     @torch.compiler.disable
@@ -214,7 +187,7 @@ class Context:
         The model's mask covers this rank's tokens; it is recognized as causal, by documents, or both. Raises UserError
         for any other mask.
         """
-        if not self._whole:
+        if self._rows is None:
             return self._attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -224,25 +197,33 @@ class Context:
             return self.apart.attend(query, value)
         if query.shape[-1] != value.shape[-1]:
             return of_one_width(self.attend, (query, key, value), (attn_mask, dropout_p, is_causal), scale, enable_gqa)
+        documents = self._told.documents(self._rows, attn_mask)
         if attn_mask is not None:
-            is_causal = self._is_causal(attn_mask)
+            is_causal = self._is_causal(attn_mask, documents)
         self._calls.append(bool(is_causal))
         if self._lane is None:
-            return self._by_heads(query, key, value, dropout_p, is_causal, scale)
+            return self._by_heads(query, key, value, self._mask(documents, is_causal), dropout_p, is_causal, scale)
         if dropout_p:
             raise UserError(
                 'plan.context = "ring" has no dropout inside attention: take "ulysses", or a model without it'
             )
         if torch._C._functorch.peek_interpreter_stack() is not None:  # forward mode or higher derivatives
-            return self._gathered(query, key, value, is_causal, scale)
+            return self._gathered(query, key, value, documents, is_causal, scale)
         scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
-        documents = None
-        if self._documents is not None:
-            documents = tuple(self.own(self._documents, rank=rank) for rank in range(self.size))
-        return ring_attention(query, key, value, Ring(self.group, self._lane, is_causal, scale, documents))
+        by_rank = None
+        if documents is not None:
+            by_rank = tuple(self.own(documents, rank=rank) for rank in range(self.size))
+        return ring_attention(query, key, value, Ring(self.group, self._lane, is_causal, scale, by_rank))
 
     def _by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
     ) -> Tensor:
         heads, keys = query.shape[1], key.shape[1]
         if heads % self.size or (keys % self.size and self.size % keys):
@@ -256,7 +237,6 @@ class Context:
         together = swap(torch.cat([part for parts in by_rank for part in parts], 1), self.group, 1, 2, PURPOSE)
         each, keys = heads // self.size, key.shape[1] // self.size
         query, key, value = together.split([each, keys, keys], 1)
-        mask = None if self._documents is None else self._mask(is_causal)
         self.attending = True
         try:
             causal = is_causal and mask is None
@@ -265,26 +245,36 @@ class Context:
             self.attending = False
         return swap(out, self.group, 2, 1, PURPOSE)
 
-    def _gathered(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    def _gathered(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
         """Computes attention over the gathered keys and values, by operations that can be differentiated repeatedly."""
         keys, values = (gather_from(each, self.group, 2, purpose=PURPOSE) for each in (key, value))
         every = torch.arange(self._whole, device=query.device)
         mine, theirs = self.own(every, 0), torch.cat([self.own(every, 0, rank) for rank in range(self.size)])
         mask = theirs <= mine[:, None] if is_causal else torch.ones_like(theirs <= mine[:, None])
-        if self._documents is not None:
-            mask = mask & (self._documents[:, None, mine, None] == self._documents[:, None, None, theirs])
+        if documents is not None:
+            mask = mask & (documents[:, None, mine, None] == documents[:, None, None, theirs])
         return self._attention(
             query, keys, values, mask, 0.0, False, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
 
-    def _mask(self, causal: bool) -> Tensor:
-        """Returns the mask [B, 1, T, T] of whole rows: which tokens a token may see."""
-        if causal not in self._masks:
-            assert self._documents is not None
-            self._masks[causal] = document_mask(self._documents, causal)
-        return self._masks[causal]
+    def _mask(self, documents: Tensor | None, causal: bool) -> Tensor | None:
+        """Returns the mask [B, 1, T, T] of whole rows by `documents`: which tokens a token may see; None without."""
+        if documents is None:
+            return None
+        assert self._rows is not None
+        if causal not in self._rows.masks:
+            self._rows.masks[causal] = document_mask(documents, causal)
+        return self._rows.masks[causal]
 
-    def _is_causal(self, mask: Tensor) -> bool:
+    def _is_causal(self, mask: Tensor, documents: Tensor | None) -> bool:
         """True if the model's mask of this rank's tokens is causal; false if all tokens of a document see each
         other."""
         if self._known is not None and self._known[0] is mask:
@@ -292,9 +282,9 @@ class Context:
         check_learned(mask, self.size)
         if isinstance(mask, FakeTensor):
             return True  # in a dry run nothing has values
-        documents = self._documents
+        assert self._rows is not None
         if documents is None:
             documents = torch.zeros(1, self._whole, dtype=torch.int64, device=mask.device)
-        causal = is_causal_mask(mask, self.own(documents), self._begins, self.size)
+        causal = is_causal_mask(mask, self.own(documents), self._rows.begins, self.size)
         self._known = mask, causal
         return causal

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.models.attention import document_mask
+from shoal.module.random.by_thread import OpenByThread
 
 
 def documents_of(microbatch: Mapping[str, Tensor], takes_documents: bool, takes_padding: bool) -> Tensor | None:
@@ -21,9 +24,41 @@ def documents_of(microbatch: Mapping[str, Tensor], takes_documents: bool, takes_
     if takes_documents:
         return microbatch.get("document_ids")
     positions = microbatch.get("position_ids")
-    if not takes_padding or positions is None or "attention_mask" in microbatch:
+    if not takes_padding or positions is None:
         return None
     return stretches(positions)
+
+
+class _Searching(OpenByThread[Callable[[], bool]]):
+    """Who is asked when a model of transformers looks for documents in positions."""
+
+    def _give_way(self) -> None:
+        self._masks = sys.modules.get("transformers.masking_utils")
+        if self._masks is not None:
+            self._search = self._masks.find_packed_sequence_indices
+            self._masks.find_packed_sequence_indices = self._found  # type: ignore[attr-defined]
+
+    def _put_back(self) -> None:
+        if self._masks is not None:
+            self._masks.find_packed_sequence_indices = self._search  # type: ignore[attr-defined]
+
+    def _found(self, position_ids: Tensor) -> Tensor | None:
+        told = self.here()
+        return None if told is not None and told() else self._search(position_ids)
+
+
+_searching = _Searching()
+
+
+@contextmanager
+def searching(told: Callable[[], bool]) -> Iterator[None]:
+    """Has models of transformers that look for documents in positions, in this thread and inside the context, call
+    `told`; where that is true they find none."""
+    _searching.enter(told)
+    try:
+        yield
+    finally:
+        _searching.leave()
 
 
 def window_of(config: Any) -> int | None:
