@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int, int]] 
     "a product parts kernels": (lambda x, w: (x.exp() @ w).tanh(), [ROW, SQUARE], 4 * B, 3),
     "what waits across a product": (lambda x, w: (y := x.exp()) + y @ w, [ROW, SQUARE], 2 * B + 3 * B, 3),
     "views cost nothing": (lambda x: x.exp().view(16, 8).t().tanh(), [ROW], 2 * B, 1),
+    "pieces of all sizes cost nothing": (lambda x: [each.tanh() for each in x.split([4, 12], 1)], [ROW], 2 * B, 2),
     "in place": (lambda x, y: x.exp().add_(y), [ROW, ROW], 3 * B, 1),
     "one after the other in one place": (lambda x, w: [(x @ w).tanh() for _ in range(9)], [ROW, SQUARE], 9 * 2 * B, 18),
     "products alone": (lambda x, w: x @ w, [ROW, SQUARE], 0, 1),

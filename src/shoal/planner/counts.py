@@ -23,9 +23,8 @@ ATTENTION = {
 }
 """Fused attention."""
 _GROUPED = _aten._grouped_mm
-_FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "alias", "split"}
-_FREE |= {"unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "lift_fresh", "empty", "empty_like", "new_empty"}
-"""Operations that compute nothing."""
+_FREE = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "empty", "empty_like", "new_empty", "empty_strided"}
+"""Operations that compute nothing, beside views."""
 
 
 class Counts(TorchDispatchMode):
@@ -53,7 +52,7 @@ class Counts(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
-        if packet.__name__ in _FREE:
+        if func.is_view or packet.__name__ in _FREE:
             self._fusion.passed((args, kwargs), out)
             return out
         self.calls += 1
