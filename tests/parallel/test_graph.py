@@ -304,6 +304,34 @@ def test_dropouts_of_what_is_cut_drop_what_one_process_drops():
         assert "body.self_attn multihead 24 x 8 12 x 8" in rows and "body.linear2 row 8 x 8 8 x 4" in rows
 
 
+def of_vectors(world, plan: dict) -> tuple[list[float], str]:
+    """Trains a perceptron on vectors, which is traced on rows of them: those are tried first."""
+    engine = Engine(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3)),
+        lambda model, mb: (model(mb["x"]).square().sum(), len(mb["x"])),
+        partial(torch.optim.SGD, lr=0.1),
+        Plan(**plan),
+        global_batch=4,
+        microbatch=2,
+        precision="fp64",
+        world=world,
+    )
+    draw = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(6, generator=draw)} for _ in range(8)]
+    losses = [engine.step(batch).loss for batch in engine.batches(data, steps=2)]
+    layers = str(engine.tensor_layers)
+    engine.close()
+    return losses, layers
+
+
+def test_dropouts_of_what_is_cut_count_its_dims_from_the_last():
+    """The layers of a perceptron, found on [B, T, F], had no such dim of [B, F]."""
+    (alone, _), *_ = simulate_world(1, of_vectors, {})
+    for losses, layers in simulate_world(2, of_vectors, {"tp": 2}):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "0 column 8 x 6 4 x 6" in rows_of(layers)
+
+
 class Mixing(nn.Module):
     """The result of a dropout layer, which every rank has, weighs what is cut: its gradient is that of a part."""
 

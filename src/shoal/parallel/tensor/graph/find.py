@@ -180,8 +180,13 @@ def _drawn(flow: Flow, tensor: Tensor | None, chosen: frozenset[Atom]) -> Piece 
     """Returns the part of a tensor from which is dropped; "" if it is whole, None if the part is none of one dim."""
     if tensor is None:
         return ""
-    pieces = (_piece(at, dim, chosen) for at, dim in enumerate(flow.dims(tensor)))
-    return next((each for each in pieces if each is not None), None)
+    return next(_pieces(flow.dims(tensor), chosen), None)
+
+
+def _pieces(dims: Sequence[Dim], chosen: frozenset[Atom]) -> Iterator[Piece]:
+    """Yields the parts of the dims of a tensor, counted from the last: what is traced by itself may have been given
+    more of those before it, or fewer, than the model gives it."""
+    return filter(None, (_piece(at - len(dims), dim, chosen) for at, dim in enumerate(dims)))
 
 
 def _piece(at: int, dim: Dim, chosen: frozenset[Atom]) -> Piece | None:
@@ -253,8 +258,7 @@ class _Describing:
         return at, tuple(tuple(each) for each in by_rank)
 
     def _taken(self, tensor: Tensor) -> Piece:
-        pieces = (_piece(at, dim, self._chosen) for at, dim in enumerate(self._flow.dims(tensor)))
-        return next(each for each in pieces if each is not None)
+        return next(_pieces(self._flow.dims(tensor), self._chosen))
 
     def _whole(self, bad: dict[Atom, str]) -> dict[str, str]:
         """Returns why layers that are products stay whole."""
