@@ -17,6 +17,7 @@ from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import regression
 from shoal.module.affine import Affine, Rule
+from shoal.module.written import Written
 from shoal.plan import Plan
 from tests.parity.cases import CASES, engine, vectors
 from tests.pool import run_ranks
@@ -107,11 +108,13 @@ ODD = {
 }
 
 
-def train(world: World, rule: Any, steps: int = 3, plan: Any = None, **options: Any) -> dict[str, Tensor]:
+def train(
+    world: World, rule: Any, steps: int = 3, plan: Any = None, made: Any = Writes, **options: Any
+) -> dict[str, Tensor]:
     """Global batches of seven make four microbatches, of which the ranks have unequal numbers."""
     options = {"global_batch": 7, "microbatch": 2, "precision": "fp64", **options}
     running = Engine(
-        partial(Writes, rule), regression, ADAMW, Plan(**{"dp": world.size, **(plan or {})}), world=world, **options
+        partial(made, rule), regression, ADAMW, Plan(**{"dp": world.size, **(plan or {})}), world=world, **options
     )
     for batch in running.batches(vectors(), steps=steps):
         running.step(batch)
@@ -244,3 +247,26 @@ def compiled(world, plan: dict[str, int]) -> int:
 @pytest.mark.parametrize("plan", [{"dp": 2}, {"cp": 2}])
 def test_blocks_are_compiled_after_forwards_that_were_observed(plan):
     assert all(graphs > 0 for graphs in run_ranks(compiled, 2, plan))
+
+
+def one_block(rule: Any) -> nn.Module:
+    return nn.Sequential(Writes(rule))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_runs_compiled_writes_as_often_as_its_graph_does(recompute):
+    """A graph writes another number of times than the code that was observed, and what backward computes again of an
+    observed forward is computed as it is written too."""
+    plan = {"recompute": recompute}
+    (expected,) = run_ranks(train, 1, twice, 3, plan, one_block)
+    for found in run_ranks(train, 2, twice, 3, {**plan, "compile": "aot_eager"}, one_block):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_more_writes_than_a_graph_makes_are_another_rule():
+    layer = torch.nn.Linear(1, 1)
+    written = Written([layer])
+    assert written.follow("mean", layer, 2, made=2 + 3, observed=1, others=3), "each of three once, by the graph"
+    assert written.follow("mean", layer, 2, made=2 + 1 + 2, observed=1, others=2), "one of them as it is written"
+    assert not written.follow("mean", layer, 2, made=2 + 5, observed=1, others=2)
+    assert not Written([]).follow("mean", layer, 2, made=2 + 3, observed=1, others=3)

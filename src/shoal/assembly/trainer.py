@@ -23,7 +23,7 @@ from shoal.exchange.hooks import UserHooks
 from shoal.exchange.rows import row_by_row
 from shoal.module.batchnorm import RunningStatistics
 from shoal.module.buffers import OtherBuffers
-from shoal.module.compiling import blocks
+from shoal.module.compiling import blocks, graphs
 from shoal.optim.lr import Course, check_scheduler
 from shoal.optim.optimizer import ChunkOptimizer
 from shoal.pipeline import delay
@@ -147,15 +147,16 @@ def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
     """Makes what runs the forward of a microbatch, and sees what it changes."""
     module, parallelized, device = local.module, local.parallelized, local.ranks.world.device
     fixed, partners = no_fixed_cut(recipe.microbatch, recipe.sync_bn), memory.exchange.partners
+    by_plan = bool(local.ranks.plan.compile)
     effects = Effects(
         module,
         RunningStatistics(module),
-        OtherBuffers(module, partners.size, recipe.buffers == "averaged", fixed),
+        OtherBuffers(module, partners.size, recipe.buffers == "averaged", fixed, graphs(module, by_plan)),
         parallelized.counts(),
         parallelized.losses_of_all_tokens,
         merges_statistics=not recipe.sync_bn,
     )
-    rows = row_by_row(module, blocks(module) if local.ranks.plan.compile else (), device)
+    rows = row_by_row(module, blocks(module) if by_plan else (), device)
     gather = memory.gather or Resident()
     ledger = local.ranks.world.ledger
     intact = _intact(local, memory)

@@ -27,7 +27,7 @@ from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.source import Source
 from shoal.chunks import Buffer, Chunk, Slot
 from shoal.errors import CheckpointError, UserError
-from shoal.module.buffers import persistent_buffers
+from shoal.module.buffer_values import persistent_buffers
 from shoal.optim.optimizer import ChunkOptimizer
 from shoal.parallel.layout import Layout
 

@@ -14,7 +14,7 @@ from shoal.comm.collectives import Group
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.device import is_accelerator
 from shoal.errors import UserError
-from shoal.module.buffers import persistent_buffers
+from shoal.module.buffer_values import persistent_buffers
 from shoal.module.stand_in import whole_model
 
 

@@ -12,7 +12,7 @@ becomes the mean over microbatches if it is floating, else the largest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,64 +25,7 @@ from shoal.module.affine import Affine, Rule
 from shoal.module.attributes import Kept
 from shoal.module.compiling import as_written
 from shoal.module.counted import Counted
-
-
-@contextmanager
-def replaced(values: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Puts values in the place of buffers, each given by the module that has it and its name there, inside the
-    context."""
-    before = []
-    for owner, attribute, value in values:
-        before.append((owner, attribute, owner._buffers[attribute]))
-        owner._buffers[attribute] = value
-    try:
-        yield
-    finally:
-        for owner, attribute, buffer in reversed(before):  # a module with two names was replaced twice
-            owner._buffers[attribute] = buffer
-
-
-def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yields the buffers that a checkpoint has, each with its name and the module that has it."""
-    for path, owner in root.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                yield f"{path}.{name}".lstrip("."), owner, buffer
-
-
-def buffers_replaced(root: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """Puts `values` in the place of the buffers of `root` that have their names, inside the context."""
-    places = ((*name.rpartition(".")[::2], value) for name, value in values.items())
-    return replaced([(root.get_submodule(path), attribute, value) for path, attribute, value in places])
-
-
-def buffers_untouched(root: nn.Module) -> AbstractContextManager[None]:
-    """Redirects writes to the buffers of `root` to copies, inside the context: a later backward may need the
-    originals."""
-    copies = {id(buffer): buffer.clone() for buffer in root.buffers()}
-    places = root.named_buffers(remove_duplicate=False)
-    return buffers_replaced(root, {name: copies[id(buffer)] for name, buffer in places})
-
-
-@contextmanager
-def buffers_put_back(root: nn.Module) -> Iterator[None]:
-    """Gives the buffers of `root` the values that they have now, after the context. Tables, which are not persistent
-    and re-bound as they follow shapes, stay."""
-    before = [
-        (owner, name, buffer, buffer._version, buffer.clone())
-        for owner in root.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for owner, name, buffer, version, values in before:
-            is_bound = owner._buffers[name] is buffer
-            if buffer._version != version:
-                buffer.copy_(values)
-            if not is_bound and name not in owner._non_persistent_buffers_set:
-                owner._buffers[name] = buffer
+from shoal.module.written import Written
 
 
 class OtherBuffers:
@@ -93,10 +36,13 @@ class OtherBuffers:
     replicas: number of ranks that have them
     averages: those without a rule are averaged instead of refused
     whole_shares: why the microbatches of a step are not the same under every plan; "" if they are
+    graphs: the parts of `root` that run compiled
     """
 
-    def __init__(self, root: nn.Module, replicas: int, averages: bool, whole_shares: str) -> None:
-        self._averages, self._whole_shares = averages, whole_shares
+    def __init__(
+        self, root: nn.Module, replicas: int, averages: bool, whole_shares: str, graphs: Iterable[nn.Module] = ()
+    ) -> None:
+        self._averages, self._whole_shares, self._written = averages, whole_shares, Written(graphs)
         self._places = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
             for prefix, owner in root.named_modules()
@@ -110,13 +56,14 @@ class OtherBuffers:
         self._start: dict[str, Tensor] = {}
         self._rules: dict[str, Rule | str] = {}
         self._agreed = self._news = self._muted = False
-        self._forwards = 0
+        self._forwards = self._observed = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def begin(self) -> None:
         """Stores the buffers at the start of the step."""
+        self._observed = 0
         self._before = {name: (buffer, buffer._version) for name, buffer in self._now().items()}
         known = self._rules if self._agreed else self._before
         self._start = {name: self._before[name][0].clone() for name in known}
@@ -158,6 +105,7 @@ class OtherBuffers:
         # pipeline.split.Left, which ends the forward of a stage, is no Exception: the stage's buffers have been seen
         finally:
             if not failed:
+                self._observed += 1
                 self._learn(affine, before)
                 if self._kept is not None:
                     self._kept.check(values, affine.odd)
@@ -198,18 +146,23 @@ class OtherBuffers:
     def flags(self, microbatches: int) -> list[bool]:
         """Returns this rank's flags of a step: whether any buffer changed, and whether one deviated from the agreed
         rules."""
-        changed, now = self.changed(), self._now()
+        changed = self.changed()
         for name in self._rules.keys() | set(changed):
             rule = self._rules.get(name, "some forwards write it and others do not")
             if (
                 isinstance(rule, Rule)
                 and rule.writes is not None
-                and now[name]._version - self._before[name][1] != rule.writes * microbatches
+                and not self._follows(name, rule.writes, microbatches)
             ):
                 rule = "some forwards write it more often than others"
             if self._rules.get(name) != rule:
                 self._rules[name], self._news = rule, True
         return [bool(changed), self._news]
+
+    def _follows(self, name: str, rule: int, microbatches: int) -> bool:
+        owner, (_, version) = self._places[name][0], self._before[name]
+        made, others = self._now()[name]._version - version, microbatches - self._observed
+        return self._written.follow(name, owner, rule, made, self._observed, others)
 
     @property
     def rules(self) -> dict[str, Rule | str]:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.device import is_accelerator
 from shoal.errors import UserError, did_you_mean
 from shoal.module.kept_reads import keeping_reads
+from shoal.module.repeated import Again, forget, note
 from shoal.module.stand_in import StandIn
 
 
@@ -122,6 +123,9 @@ def as_written() -> Iterator[None]:
 
     A graph would hide them, and dynamo never compiles again what it once met under an observer. Torch's stance is one
     of the process: threads that left it in another order than they came would leave all as it is written for good.
+
+    What backward computes again of a forward inside the context is run as it is written there too: a graph keeps other
+    tensors for backward than those that it is to find again.
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
         yield
@@ -129,6 +133,7 @@ def as_written() -> Iterator[None]:
     with _stance:
         if not _observers[0]:
             _forced.enter_context(torch.compiler.set_stance("force_eager"))
+            note(_as_written_again)
         _observers[0] += 1
     try:
         yield
@@ -136,7 +141,12 @@ def as_written() -> Iterator[None]:
         with _stance:
             _observers[0] -= 1
             if not _observers[0]:
+                forget(_as_written_again)
                 _forced.close()
+
+
+def _as_written_again() -> Again:
+    return as_written
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
@@ -156,10 +166,17 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
                 "gathering of weights (plan.zero = 3, plan.memory) into its graph: wrap it, torch.compile(part), "
                 "compile its forward, part.forward = torch.compile(part.forward), or set plan.compile"
             )
-        if _is_optimized(part) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
+        if _is_compiled_outside(part):
             found.append(part)
             inside |= {id(inner) for inner in part.modules()}
     return found
+
+
+def graphs(module: nn.Module, by_plan: bool) -> list[nn.Module]:
+    """Returns the modules that run compiled: the blocks where the plan says so, and what the model's author has
+    compiled, in any way."""
+    own = [part for part in module.modules() if part._compiled_call_impl is not None or _is_compiled_outside(part)]
+    return own + (blocks(module) if by_plan else [])
 
 
 _torch_cond = torch.cond
@@ -195,6 +212,11 @@ def _branch(
     if torch.compiler.is_exporting():
         return _torch_cond(pred, true_fn, false_fn, operands)
     return (true_fn if isinstance(pred, FakeTensor) or bool(pred) else false_fn)(*operands)
+
+
+def _is_compiled_outside(part: nn.Module) -> bool:
+    """Whether `torch.compile` has made it, or its forward."""
+    return _is_optimized(part) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
 
 
 def _is_optimized(part: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import UserError, check_choice
 from shoal.module.attributes import attributes_as_found, plain_attributes
 from shoal.module.block_inputs import BlockInputs
-from shoal.module.buffers import replaced
+from shoal.module.buffer_values import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
 from shoal.module.functional import weights_of
 from shoal.module.meter import Meter, in_functorch

@@ -10,7 +10,8 @@ from typing import Protocol
 from torch import nn
 
 from shoal.module.batchnorm import RunningStatistics
-from shoal.module.buffers import OtherBuffers, buffers_untouched
+from shoal.module.buffer_values import buffers_untouched
+from shoal.module.buffers import OtherBuffers
 from shoal.parallel.expert import ExpertCounts
 
 

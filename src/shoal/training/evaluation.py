@@ -16,7 +16,7 @@ from shoal.comm import Group
 from shoal.data.loader import Collate, stacked
 from shoal.device import keep_generators
 from shoal.errors import UserError
-from shoal.module.buffers import buffers_put_back
+from shoal.module.buffer_values import buffers_put_back
 from shoal.training.forward import Forward
 from shoal.training.local import Local
 from shoal.training.loss import Loss, Sums
