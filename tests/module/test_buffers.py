@@ -17,6 +17,7 @@ from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import regression
 from shoal.module.affine import Affine, Rule
+from shoal.module.buffers import OtherBuffers
 from shoal.module.written import Written
 from shoal.plan import Plan
 from tests.parity.cases import CASES, engine, vectors
@@ -66,7 +67,15 @@ def last(model: Writes, x: Tensor) -> None:
     model.mean.copy_(x.mean(0))
 
 
-EXACT = [lerp, twice, bound_anew, last]
+def used_once_set(model: Writes, x: Tensor) -> Tensor:
+    """Each forward uses what it has set itself, one of them piece by piece."""
+    model.hidden.copy_(x.amax(0))
+    model.mean.zero_()
+    model.mean[:4] = x[0, :4]
+    return model.hidden.sigmoid() * model.mean
+
+
+EXACT = [lerp, twice, bound_anew, last, used_once_set]
 
 
 def used(model: Writes, x: Tensor) -> Tensor:
@@ -98,8 +107,23 @@ def warming_up(model: Writes, x: Tensor) -> None:
     model.mean.lerp_(x.mean(0), 1 / (1 + model.seen))
 
 
+def used_then_set(model: Writes, x: Tensor) -> Tensor:
+    more = model.mean.sigmoid()
+    model.mean.copy_(x.mean(0))
+    return more
+
+
+def set_by_another(model: Writes, x: Tensor) -> Tensor:
+    """The running mean comes into the forward by way of a buffer that is set in each."""
+    model.mean.lerp_(x.mean(0), 0.25)
+    model.hidden.copy_(model.mean)
+    return model.hidden.sigmoid()
+
+
 ODD = {
     used: "it goes into aten.addmm",
+    used_then_set: "it goes into aten.sigmoid",
+    set_by_another: "so microbatches depend on those before them",
     by_count: "different rules",
     largest: "maximum",
     part: "aten.copy_",
@@ -188,6 +212,12 @@ def test_buffers_on_which_microbatches_depend_are_refused_or_averaged(rule):
     assert run_ranks(refused, 1, rule, {}) == [""]
     one, other = run_ranks(partial(train, buffers="averaged"), 2, rule)
     torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rule", "remedy"), [(Rule(0.5, 1), "plan.cp = 1"), ("why", "plan.dp = 1 with plan.cp = 1")])
+def test_where_ranks_share_rows_the_remedy_is_to_share_none(rule, remedy):
+    with pytest.raises(UserError, match=f"or take {remedy}$"):
+        OtherBuffers(Writes(lerp), 2, False, "").agree([{"mean": rule}], 2, 2)
 
 
 def test_buffers_want_a_fixed_microbatch():

@@ -47,12 +47,11 @@ def of_transformers(kind: str, automatic: str, **fields: Any) -> nn.Module:
     return getattr(transformers, automatic).from_config(config)
 
 
-LONG: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0},
+FACTORS: dict[str, Any] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"original_max_position_embeddings": 4, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
 }
-"""Frequencies that follow the longest position of a row, where that is above 4."""
+"""Of frequencies that follow the longest position of a row, where that is above 4."""
 
 
 roberta = partial(of_transformers, "roberta", "AutoModelForMaskedLM")
@@ -220,7 +219,6 @@ LOSSES: dict[str, Callable[..., Any]] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "roberta": roberta,
     "llama": llama,
-    "long": partial(of_transformers, "llama", "AutoModelForCausalLM", **LONG),
     "opt": partial(of_transformers, "opt", "AutoModelForCausalLM", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0),
     "minimax": partial(of_transformers, "minimax", "AutoModelForCausalLM", **MINIMAX),
     "esm": partial(of_transformers, "esm", "AutoModelForMaskedLM", mask_token_id=2, token_dropout=True),
@@ -231,7 +229,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
     "prefix": Prefix,
     "by hand": ByHand,
-} | {way: partial(Elsewhere, function) for way, function in ELSEWHERE.items()}
+}
+MODELS |= {way: partial(Elsewhere, function) for way, function in ELSEWHERE.items()}
+MODELS |= {
+    kind: partial(llama, max_position_embeddings=4, rope_parameters={"rope_type": kind, "rope_theta": 10.0, **factors})
+    for kind, factors in FACTORS.items()
+}
 
 
 def made(world: Any, model: str, loss: str, plan: dict[str, Any]) -> Engine:
@@ -244,6 +247,7 @@ def made(world: Any, model: str, loss: str, plan: dict[str, Any]) -> Engine:
         microbatch=2,
         precision="fp32" if model == "minimax" else "fp64",
         world=world,
+        buffers="averaged" if model == "longrope" else "exact",
     )
 
 
@@ -278,7 +282,7 @@ def without_a_mask(world: Any) -> list[float]:
         ("llama", "channels"),
         ("esm without", "masked"),
         ("gpt", "without documents"),
-        ("long", "causal"),
+        *((kind, "causal") for kind in FACTORS),
     ],
 )
 def test_rows_of_two_ranks_are_those_of_one_process(model: str, loss: str, context: str) -> None:

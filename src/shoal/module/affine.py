@@ -3,7 +3,8 @@ runs of several ranks can be merged.
 
 `keep` is a number: 0.9 of a moving average, 1 of a sum or a counter, 0 of a value that is set. The operations of a
 forward are observed one by one below autograd, where none is hidden. If a buffer enters any other operation (a product
-with the input, `.item()`), the forward depends on it, and then later microbatches depend on earlier ones.
+with the input, `.item()`), the forward depends on it, and then later microbatches depend on earlier ones; not where the
+same forward has set all of it before (rotary frequencies that are chosen by the length of the rows).
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Affine(TorchDispatchMode):
 
     def _refuse(self, forms: list[_Form], func: Any) -> None:
         for form in forms:
-            self.odd.setdefault(form.name, str(func))
+            if form.keep:
+                self.odd.setdefault(form.name, str(func))
 
     def _keep(self, packet: Any, func: Any, args: Any, kwargs: Any) -> float | None:
         """Returns the factor of the buffer in the result of an operation; None if the result is no such sum."""

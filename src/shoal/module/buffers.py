@@ -201,6 +201,7 @@ class OtherBuffers:
         name, rule = next(
             ((name, rule) for name, rule in every.items() if isinstance(rule, str)), next(iter(every.items()))
         )
+        alone = "plan.dp = 1" if streams == 1 else "plan.dp = 1 with plan.cp = 1"
         if isinstance(rule, str):
             why = (
                 f"one process would have it otherwise than several ranks: {rule}, so microbatches depend on those "
@@ -209,12 +210,12 @@ class OtherBuffers:
         elif self._whole_shares:
             why = f"how often depends on the number of ranks: {self._whole_shares}"
         elif streams > 1:
-            why = f"with plan.cp = {streams} each rank sees a part of the rows"
+            why, alone = f"with plan.cp = {streams} each rank sees a part of the rows", "plan.cp = 1"
         else:
             return
         raise UserError(
             f'a forward writes the buffer {name}, and {why}. Engine(buffers="averaged") (train.buffers in a job) makes '
-            "it the mean over microbatches, or the largest of whole numbers, or take plan.dp = 1"
+            f"it the mean over microbatches, or the largest of whole numbers, or take {alone}"
         )
 
     def merge(self, group: Group, microbatches: int, after: int, exact: bool) -> None:
