@@ -134,7 +134,7 @@ IN_TURN = {
     ("powersgd", 3),
     ("sign", 0),
     ("sign", 4),
-    ("delayed", 1),
+    ("delayed", 2),
 }
 """Which algorithm resumes which; the others are for the matrix."""
 

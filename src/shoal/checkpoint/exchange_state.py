@@ -98,11 +98,12 @@ def warnings_of(source: Source, states: States, role: WriterRole, exchange: Opti
 def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, role: WriterRole) -> str:
     """Returns the checkpoint's name for a tensor of an exchange algorithm.
 
-    If the parameter is cut and the state is not laid out as it, the name includes the part.
+    If the parameter is cut and the state is not laid out as it, the name includes the part; but for a single number,
+    which all parts have alike.
     """
     own = name in role.layouts and not role.layouts[name].alike and role.layout(name, tensor).alike
     mine = role.of(name)
-    return f"exchange.{rank}.{state}.{name}" + (f"@{mine.place}of{mine.places}" if own else "")
+    return f"exchange.{rank}.{state}.{name}" + (f"@{mine.place}of{mine.places}" if own and tensor.numel() > 1 else "")
 
 
 def _replicas(saved: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
