@@ -25,7 +25,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "recompute" else pytest.mark.matrix) for name in PLANS]
+    "name", [pytest.param(name, marks=() if name == "experts" else pytest.mark.matrix) for name in PLANS]
 )
 def test_what_a_refusal_asks_for_is_enough_and_is_kept(name):
     case, plan = PLANS[name]

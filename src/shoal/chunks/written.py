@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.chunks.chunk import Chunk
 from shoal.comm.outside import outside_checkpoints
 from shoal.errors import UserError
-from shoal.module.attributes import bits
+from shoal.module.attributes import AT_ONCE, bits
 
 GATHERED = "weights come together for each use here (plan.zero = 3, plan.memory), and what is written is dropped"
 
@@ -137,10 +137,15 @@ class Copies:
 
 @torch.no_grad()
 def _changed(chunk: Chunk) -> str:
-    """Names a parameter of which the stretch that this rank keeps differs from the copy; "" for none."""
+    """Names a parameter of which the stretch that this rank keeps differs from the copy; "" for none.
+
+    They are compared where the stretch is kept, a piece at a time: a budget of the device has no room for more.
+    """
     shards, kept = chunk.shards, chunk.owned
     assert shards is not None
-    differs = bits(chunk.data[shards.stretch(chunk.size)]) != bits(kept.data).to(chunk.data.device)
-    if not differs.any():
+    copy, own = bits(chunk.data[shards.stretch(chunk.size)]), bits(kept.data)
+    pieces = zip(copy.split(AT_ONCE), own.split(AT_ONCE), strict=True)
+    if all(torch.equal(each.to(other.device), other) for each, other in pieces):
         return ""
+    differs = copy.to(own.device) != own
     return next((slot.name for slot in kept.slots if slot.view(differs).any()), "")
