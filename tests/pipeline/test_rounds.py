@@ -121,11 +121,11 @@ def train(
         numbers += [out.loss, out.grad_norm]
         if (record := moves.after(batch)) is not None and GRADIENTS in record.planned:
             home.add((record.planned[GRADIENTS], record.moved[GRADIENTS]))
-    sent = {
-        flow.operation: (each.calls, each.payload)
-        for flow, each in engine.ledger.traffic.items()
-        if flow.purpose == "gradients"
-    }
+    sent: dict[str, tuple[int, int]] = {}
+    for flow, each in engine.ledger.traffic.items():
+        if flow.purpose == "gradients":
+            calls, payload = sent.get(flow.operation, (0, 0))
+            sent[flow.operation] = calls + each.calls, payload + each.payload
     with engine.whole_weights():
         weights = {name: each.detach().clone() for name, each in engine.parameters.items()}
     engine.close()
@@ -152,10 +152,29 @@ def test_a_rank_with_two_stages_sends_as_much_as_with_one(schedule, options, hos
     check(one, Deep, {})
     check(two, Deep, {})
     assert [each[2:] for each in two] == [each[2:] for each in one]
-    calls = 3 * MICROBATCHES * 4  # three steps, four layers a rank
-    assert {number for each in two for number in each[2].values()} == {(calls, calls * SMALL["chunk_bytes"])}
+    often = MICROBATCHES if options["zero"] else 1  # copies of the whole add up once a step
+    calls = 3 * often * 4  # three steps, four layers a rank
+    travels = "all_reduce" if "memory" in options else "reduce_scatter"
+    assert {each[2][travels] for each in two} == {(calls, calls * SMALL["chunk_bytes"])}
     moved = MICROBATCHES * 4 * SMALL["chunk_bytes"] if "memory" in options else None
     assert all(each[3] == ({(moved, moved)} if moved else set()) for each in two)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "size", "copied"),
+    [(Tied, {"pp": 2, "dp": 2, "zero": 2}, 2, 1), (Deep, {"dp": 4, "shard": 2, "zero": 2}, 1, 8)],
+    ids=str,
+)
+def test_copies_of_a_chunk_add_up_once_a_step(model, plan, size, copied):
+    """Stages that share weights would wait for each other in each microbatch."""
+    found = run_ranks(train, 4, model, plan, size)
+    check(found, model, {}, size)
+    chunks = 4 if plan.get("pp") else 8
+    for _, _, sent, _ in found:
+        assert {operation: calls for operation, (calls, _) in sent.items()} == {
+            "reduce_scatter": 3 * MICROBATCHES * chunks,
+            "all_reduce": 3 * copied,
+        }
 
 
 @pytest.mark.parametrize("model", [Deep, Tied, Loose, Idle])

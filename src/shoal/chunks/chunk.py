@@ -210,9 +210,14 @@ class Chunk:
             flat[gap].zero_()
 
     def reduce_scatter(self, purpose: str) -> None:
-        """Sums the whole gradients of all ranks of a chunk that is cut into their owned stretches."""
+        """Sums the whole gradients of all ranks of a copy of a chunk that is cut into their owned stretches."""
         assert self.shards is not None
         self.shards.reduce_scatter(self.owned.gradient, self.gradient, purpose)
+
+    def add_copies(self, own: Tensor, purpose: str) -> None:
+        """Adds to `own`, the owned stretch of a copy's sum, those of the other copies."""
+        assert self.shards is not None
+        self.shards.add_copies(own, purpose)
 
     def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
         """Views of the gradient (see Buffer): part `part` of `parts`; if the chunk is cut, what this copy of the owned

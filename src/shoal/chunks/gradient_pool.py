@@ -9,7 +9,7 @@ that comes before that is collected in memory of this rank's own, and copied whe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -93,15 +93,19 @@ class GradientPool:
         ticket.wait(cause)
 
 
-def bring_home(new: Tensor, home: Tensor, adds: bool) -> bool:
+def bring_home(new: Tensor, home: Tensor, adds: bool, end: Callable[[Tensor], None] | None = None) -> bool:
     """Copies the reduced stretch `new` to `home`, or adds it to what came before; returns whether `new` then holds the
-    sum as well. Called on the lane: what goes from an accelerator to the host does so in the order of its stream,
-    without a wait of the host."""
+    sum as well. `end`: what is done to the sum, in place. Called on the lane: what goes from an accelerator to the host
+    does so in the order of its stream, without a wait of the host."""
     away = is_accelerator(new.device) and home.is_cpu
     if away and adds:
         new.add_(home.to(new.device, non_blocking=True))
-    if away or not adds:
-        home.copy_(new, non_blocking=away)
-    else:
+    elif adds:
         home.add_(new)
+    elif not away:
+        home.copy_(new)
+    if end is not None:
+        end(new if away else home)
+    if away:
+        home.copy_(new, non_blocking=True)
     return away

@@ -94,8 +94,11 @@ class Shards:
         return data, Gathered(self)
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, purpose: str) -> None:
-        """Sums the gradients `whole` of all ranks, each rank's stretch of the sum into its `own`."""
+        """Sums the gradients `whole` of a copy's ranks, each rank's stretch of the sum into its `own`."""
         self.inside.reduce_scatter(own, whole, purpose=purpose)
+
+    def add_copies(self, own: Tensor, purpose: str) -> None:
+        """Adds to `own`, a stretch of a copy's sum, those of the other copies."""
         if self.across is not None:
             self.across.all_reduce(own, purpose=purpose)
 

@@ -170,8 +170,17 @@ class Algorithm:
         purpose = f"gradients {chunk.index}"
         if chunk.is_cut:
             chunk.reduce_scatter(purpose)
+            chunk.add_copies(chunk.owned.gradient, purpose)
         else:
             self.partners.all_reduce(chunk.gradient, purpose=purpose)
+
+    def reduce_part(self, chunk: Chunk, own_mean: Tensor) -> None:
+        """Reduces what one of a step's backwards has added to the gradient of a chunk that is cut, as `reduce` does, of
+        which the owned stretches are added up. What may be done to their sum at once is left to `reduce_sum`."""
+        self.reduce(chunk, own_mean)
+
+    def reduce_sum(self, chunk: Chunk, own: Tensor) -> None:
+        """Ends the reduction of a chunk by parts, given `own`, the sum of its owned stretches. Runs on the lane."""
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         """Runs after backward and ballot; all that the lane had has been waited for.

@@ -62,7 +62,16 @@ class Apart(Composed):
         return self.groups.get(chunk.spec.variant, self.partners)
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        self.apart.get(chunk.spec.variant, self.usual).reduce(chunk, own_mean)
+        self._of(chunk).reduce(chunk, own_mean)
+
+    def reduce_part(self, chunk: Chunk, own_mean: Tensor) -> None:
+        self._of(chunk).reduce_part(chunk, own_mean)
+
+    def reduce_sum(self, chunk: Chunk, own: Tensor) -> None:
+        self._of(chunk).reduce_sum(chunk, own)
+
+    def _of(self, chunk: Chunk) -> Algorithm:
+        return self.apart.get(chunk.spec.variant, self.usual)
 
     def state(self) -> dict[str, State]:
         found: dict[str, State] = {}

@@ -287,9 +287,10 @@ class Reducer:
         if self._unscale is not None:
             lent.gradient.mul_(self._unscale)
         self._sum_beside(lent)
-        self._algorithm.reduce(lent, self._own_mean)
-        new = lent.owned.gradient
-        holds_sum = bring_home(new, chunk.owned.gradient, adds=index not in now.first)
-        if index in now.last:
+        self._algorithm.reduce_part(lent, self._own_mean)
+        new, is_last = lent.owned.gradient, index in now.last
+        end = partial(self._algorithm.reduce_sum, chunk) if is_last else None
+        holds_sum = bring_home(new, chunk.owned.gradient, index not in now.first, end)
+        if is_last:
             self._note_norms(index, lent.norm_pieces() if holds_sum else self._pieces[index])
         self._gradient_pool.end(turn, new.nbytes if chunk.passes else 0)

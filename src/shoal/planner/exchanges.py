@@ -33,7 +33,7 @@ def exchanged(
     link = cluster.link(stride, ranks)
     with_experts = max(1, ranks // spread.experts)
     total = wire = 0.0
-    again = number if choice.zero >= 2 or choice.offload else 1
+    again = number if choice.zero >= 2 or (choice.zero and choice.offload) else 1  # copies add up once
     operation = "reduce_scatter" if choice.zero >= 1 else "all_reduce"
     parts = (reduced, ranks), (numbers.gradient * experts, with_experts)
     calls = [chunks(nbytes, link, among) for nbytes, among in parts]
