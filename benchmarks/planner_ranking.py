@@ -13,6 +13,10 @@ budget of memory, by the plans that fit half of what the largest one needs. By h
 the median over `--pairs` turns of that plan, each beside what is predicted from measurements right before and right
 after it. `--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
 
+A job with `plan.measure = 3` runs three plans for a few steps each before it goes on with the quickest. What it would
+choose is judged beside the first by prediction: of the first three that have its microbatch (trials of a run all have
+one) the quickest in the first round, by what the plans take over all rounds.
+
 A set that was run replaces that of the record, results/planner_ranking.json; the others stay, so it may be run in
 pieces. Two predictions are judged: that of the measured rates, and that after one comparison, in which the plain
 data-parallel plan tells how much slower computing is than measured (`shoal plan --compare` keeps the same number).
@@ -45,6 +49,8 @@ from shoal.planner.task import Choice, Estimate, Task
 from shoal.toml import plan_text
 
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
+TRIED = 3
+"""Plans that a run with `plan.measure` of so many tries."""
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
 
 
@@ -169,6 +175,29 @@ def judged(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
     }
 
 
+def with_tried(each: dict[str, Any]) -> dict[str, Any]:
+    """A set with how much longer than the fastest the plan takes that a run chooses of those that it tries."""
+    for budget, rows in within_budgets(each["rows"]).items():
+        for name in ("predicted", "learnt"):
+            chosen = min(tried(rows, name), key=lambda row: row["samples_ms"][0])
+            fastest = min(row["measured_ms"] for row in rows)
+            each["judged"][f"{name}{budget}"]["tried"] = chosen["measured_ms"] / fastest - 1
+    return each
+
+
+def tried(rows: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The plans that a run tries: the first ones by prediction that have the microbatch of the first."""
+    ranked = sorted(rows, key=lambda row: row[f"{name}_ms"])
+    return [row for row in ranked if row["microbatch"] == ranked[0]["microbatch"]][:TRIED]
+
+
+def within_budgets(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The plans that fit each budget of memory, where any does."""
+    largest = max(row["mib"] for row in rows)
+    found = {budget: [row for row in rows if row["mib"] <= share * largest] for budget, share in BUDGETS.items()}
+    return {budget: own for budget, own in found.items() if own}
+
+
 def learning(ran: Sequence[tuple[Estimate, float]]) -> float:
     """How many times longer computing takes than measured, by the plain data-parallel plan; 1 where none ran. `ran`:
     plans with the milliseconds of their steps."""
@@ -202,17 +231,13 @@ def one_set(
         carriers.append(carrier)
         factors.append(factor)
     ran_now = {key: each.row() for key, each in known.items() if each.samples}
-    largest, chosen = max(row["mib"] for row in ran_now.values()), dict[str, dict[str, Any]]()
-    for budget, share in BUDGETS.items():
-        within = {key: row for key, row in ran_now.items() if row["mib"] <= share * largest}
-        if not within:
-            continue
-        rows = list(within.values())
+    chosen = dict[str, dict[str, Any]]()
+    for budget, rows in within_budgets(list(ran_now.values())).items():
         chosen |= {f"{of}{budget}": judged(rows, of) for of in ("predicted", "learnt")}
-        first = min(within, key=lambda key: within[key]["predicted_ms"])
+        first = min((key for key, row in ran_now.items() if row in rows), key=lambda key: ran_now[key]["predicted_ms"])
         off = steps_off(name, group, first, arguments.pairs, arguments.steps)
         chosen[f"predicted{budget}"] |= {"error": statistics.median(off), "errors": off}
-    return {
+    whole = {
         "model": name,
         "link": link_name,
         "carrier": carriers[0],
@@ -221,6 +246,7 @@ def one_set(
         "judged": chosen,
         "rows": list(ran_now.values()),
     }
+    return with_tried(whole)
 
 
 def _key(each: Estimate) -> Choice:
@@ -238,6 +264,7 @@ def targets() -> list[Target]:
                 found += [
                     Target(f"{key} spearman", f"{where}: correlation of ranks", ORDER, unit=""),
                     Target(f"{key} regret", f"{where}: the chosen over the fastest", 1 + REGRET, False),
+                    Target(f"{key} tried", f"{where}: that chosen of three tried", 1 + REGRET, False),
                     Target(f"{key} error", f"{where}: step of the chosen, off by", ERROR, False, unit=""),
                 ]
     return found
@@ -252,6 +279,7 @@ def figures(sets: Sequence[dict[str, Any]]) -> dict[str, float]:
             if of is None:  # no plan that ran fits that
                 continue
             found[f"{key} spearman"], found[f"{key} regret"] = of["spearman"], 1 + of["regret"]
+            found[f"{key} tried"] = 1 + of["tried"]
             found[f"{key} error"] = abs(of["error"])
     return found
 
@@ -260,10 +288,11 @@ def print_set(each: dict[str, Any]) -> None:
     """Prints how one set is ranked."""
     title = f"{each['model']}, link {each['link']} ({each['carrier']}), computing {each['slower']:.2f} times slower"
     table = Table(title=title, title_justify="left", box=None)
-    for heading in ("prediction", "plans", "Spearman", "chosen over best", "step of the chosen", "spread of rounds"):
+    chosen = "chosen over best", "of three tried", "step of the chosen"
+    for heading in ("prediction", "plans", "Spearman", *chosen, "spread of rounds"):
         table.add_column(heading)
     for key, of in each["judged"].items():
-        shares = f"{of['regret']:+.1%}", f"{of['error']:+.1%}", f"{of['spread']:.1%}"
+        shares = f"{of['regret']:+.1%}", f"{of['tried']:+.1%}", f"{of['error']:+.1%}", f"{of['spread']:.1%}"
         table.add_row(key, str(of["plans"]), f"{of['spearman']:.3f}", *shares)
     console = Console(width=160)
     console.print(table)
@@ -276,7 +305,7 @@ def kept(sets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     path = harness.RESULTS / "planner_ranking.json"
     before = json.loads(path.read_text())["results"]["sets"] if path.is_file() else []
     ran = {(each["model"], each["link"]) for each in sets}
-    return [*(each for each in before if (each["model"], each["link"]) not in ran), *sets]
+    return [*(with_tried(each) for each in before if (each["model"], each["link"]) not in ran), *sets]
 
 
 def main() -> None:
