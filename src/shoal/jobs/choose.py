@@ -130,6 +130,8 @@ def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, T
     if job.data.sequence is None:
         preset = PRESETS.get(str(table.get("preset")))
         longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
+        if type(longest) is not int or longest < 1:
+            raise UserError(f"model.sequence = {longest!r:.100}: give the number of tokens in a row, at least 1")
         job, origins = put(job, origins, "data", sequence=longest)
     data = _open(job)
     job, origins = _put_model(job, origins, _from_data(table, job, data))
@@ -150,8 +152,6 @@ def _settle_samples(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec
 def _open(job: Job) -> TextData:
     data = job.data
     assert data.sequence is not None
-    if not isinstance(data.sequence, int):
-        raise UserError(f"model.sequence = {data.sequence!r}: expected a whole number")
     with in_section("data"):
         return open_text(
             data.source,
