@@ -106,6 +106,7 @@ def test_help_lists_the_commands(shoal):
             ["train", "{job}", "--nproc", "1", "--set", "train.precision=bf61"],
             'error: train.precision = "bf61" is not one',
         ),
+        (["plan", "{job}", "--memory", "--set", "train.microbatch=9"], "error: train.microbatch = 9: give 1 to global"),
         (["plan", "{job}", "--memory", "--set", "train.precision=bf61"], 'error: train.precision = "bf61" is not one'),
         (
             ["train", "{job}", "--set", 'run.trackers=["wand"]'],

@@ -23,7 +23,7 @@ from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
 from shoal.planner.degrees import chosen_fields
 from shoal.precision import precision
-from shoal.training.microbatches import largest_share
+from shoal.training.microbatches import check_microbatch, largest_share
 
 SEQUENCE = 256
 WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
@@ -90,6 +90,8 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
 
 def opened(job: Job, origins: Origins) -> Settled:
     """Chooses the values that do not depend on the ranks, and opens the data. Raises UserError as `settle`."""
+    with in_section("train"):
+        check_microbatch(job.train.microbatch, job.train.global_batch)
     job, origins, model, data = (_settle_samples if job.model["name"] in DEFAULT else _settle_text)(job, origins)
     total = _total(job, data)
     return Settled(*_put_schedule(job, origins, total), model, data, total)
