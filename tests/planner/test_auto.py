@@ -377,4 +377,4 @@ def test_a_microbatch_that_no_step_has_is_refused_as_by_the_run(settled: Callabl
     own = settled()
     train = replace(own.job.train, microbatch=9)
     with pytest.raises(UserError, match=r"train.microbatch = 9: give 1 to global_batch \(8\) samples"):
-        task_of(replace(own, job=replace(own.job, train=train)), machine(), {})
+        opened(replace(own.job, train=train), own.origins)
