@@ -97,8 +97,10 @@ def test_degrees_must_multiply_to_the_ranks():
         UserError, match=r"dp = 4 works here, or tp = 2 or cp = 2 or pp = 2 of a model that can be cut so$"
     ):
         Mesh(Plan(dp=2), 0, 4)
-    with pytest.raises(UserError, match=r"started: tp = 2 of a model that can be cut so$"):
-        Mesh(Plan(tp=4), 0, 2)
+    for size in (2, 6):  # a model with 4 heads can be cut in none of 6
+        said = rf"started: tp = {size} of a model that can be cut so, or start a multiple of 4 ranks, such as 4 "
+        with pytest.raises(UserError, match=said):
+            Mesh(Plan(tp=4), 0, size)
     with pytest.raises(UserError, match=r"but 1 were started: tp = 1 works here$"):
         Mesh(Plan(tp=2), 0, 1)
 

@@ -20,3 +20,8 @@ def test_a_plan_in_a_message_is_one_that_a_job_file_takes(written):
         "compile": True,
     }
     assert tomllib.loads(f"plan = {{{written(plan)}}}")["plan"] == plan
+
+
+@pytest.mark.fast
+def test_no_budget_is_written_as_it_is_pinned():
+    assert plan_text({"tp": 3, "memory": None}) == "tp = 3, memory = none"

@@ -155,19 +155,18 @@ class Mesh:
 
 
 def _remedy(plan: Plan, size: int) -> str:
-    """Says which single degree would fit `size` ranks if changed, or else how many ranks to start."""
+    """Says which single degree would fit `size` ranks if changed; where none does whatever the model is, also how many
+    ranks to start."""
     fits = {}
     for axis in ("dp", "tp", "cp", "pp"):
         degree, rest = divmod(size, plan.size // getattr(plan, axis))
         with suppress(UserError):
             if degree and not rest and replace(plan, **{axis: degree}).size == size:
                 fits[axis] = f"{axis} = {degree}"
-    if fits:
-        whole = [fits.pop(axis) for axis in tuple(fits) if axis == "dp" or fits[axis].endswith("= 1")]
-        always = [f"{' or '.join(whole)} works here"] if whole else []
-        cut = [f"{' or '.join(fits.values())} of a model that can be cut so"] if fits else []
-        return ", or ".join(always + cut)
+    whole = [fits.pop(axis) for axis in tuple(fits) if axis == "dp" or fits[axis].endswith("= 1")]
+    always = [f"{' or '.join(whole)} works here"] if whole else []
+    cut = [f"{' or '.join(fits.values())} of a model that can be cut so"] if fits else []
     inner = plan.size // plan.dp
-    return (
-        f"start a multiple of {inner} ranks, such as {max(1, size // inner) * inner} with dp = {max(1, size // inner)}"
-    )
+    copies = max(1, size // inner)
+    start = [] if whole else [f"start a multiple of {inner} ranks, such as {copies * inner} with dp = {copies}"]
+    return ", or ".join(always + cut + start)

@@ -49,7 +49,7 @@ def test_a_seed_draws_each_fault_once_in_an_order_of_its_own():
         ("[[fault]]\nkind = 'kill'\nstep = 'x'", "expected int"),
         ("[[fault]]\nkind = 'kill'\nstep = 1\nnod = 2", 'Did you mean "node"'),
         ("sed = 1", 'Did you mean "seed"'),
-        ("[[fault", "cannot be read"),
+        ("[[fault", "is not TOML"),
     ],
 )
 def test_a_schedule_that_is_none_is_refused(text, message, tmp_path):

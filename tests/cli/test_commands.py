@@ -106,6 +106,7 @@ def test_help_lists_the_commands(shoal):
             ["train", "{job}", "--nproc", "1", "--set", "train.precision=bf61"],
             'error: train.precision = "bf61" is not one',
         ),
+        (["plan", "{job}", "--memory", "--set", "train.microbatch=9"], "error: train.microbatch = 9: give 1 to global"),
         (["plan", "{job}", "--memory", "--set", "train.precision=bf61"], 'error: train.precision = "bf61" is not one'),
         (
             ["train", "{job}", "--set", 'run.trackers=["wand"]'],
@@ -116,11 +117,14 @@ def test_help_lists_the_commands(shoal):
         (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give at least 1 byte"),
         (["plan", "{job}", "--device", "80GiB"], "--device and --host are of --memory: give it too"),
         (["plan", "{job}", "--host", "80GiB"], "--device and --host are of --memory: give it too"),
-        (["demo", "--dir", "{job}"], "Give another --dir"),
-        (["demo", "--dir", "{job.parent}"], "is there already: give another --dir"),
+        (["demo", "--dir", "{job}"], "it is there already, and not an empty folder. Give another --dir"),
+        (["demo", "--dir", "{job.parent}"], "it is there already, and not an empty folder. Give another --dir"),
         (["train", "{job}", "--nproc", "1", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
         (["train", "{job}", "--nproc", "2", "--set", 'run.dir="{job}"'], "Choose another run.dir"),
-        (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
+        (
+            ["plan", "{job}", "--memory", "--set", "model.heads=3"],
+            "error: model.heads = 3 of GPT does not divide",
+        ),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),
         (["generate", "/nowhere", "--prompt", "a"], "no such directory: /nowhere"),
         (["eval", "/nowhere"], "no such directory: /nowhere"),
@@ -181,6 +185,7 @@ def test_an_unknown_option_is_a_usage_error(shoal):
     "arguments",
     [
         ("demo", "--nproc", 0),
+        ("demo", "--nproc", 10**5),
         ("chaos", "job.toml", "--pace", -1),
         ("chaos", "job.toml", "--tolerance", -1),
         ("top", "run", "--interval", 0),

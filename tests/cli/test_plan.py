@@ -96,6 +96,8 @@ def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     for more in ((), ("--memory", "--host", "3GiB")):
         shown = (shoal("plan", job_file, "--nproc", "2", *more, *auto).out for auto in ((), ("--set", "plan=auto")))
         assert [asks in " ".join(each.split()) for each in shown] == [False, True]
+        given = (("plan", job_file, "--nproc", "2", "--json", *more, *auto) for auto in ((), ("--set", "plan=auto")))
+        assert [[asks in each for each in json.loads(shoal(*args).out)["said"]] for args in given] == [[], [True]]
     large = shoal("plan", job_file, "--nproc", "1024", "--set", "plan.tp=8")
     assert (
         "1024 rank(s) by number: dp 128 x tp 8" in large.out

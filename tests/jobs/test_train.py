@@ -335,7 +335,18 @@ def test_a_last_checkpoint_that_fails_is_the_end_of_a_run(quick, make_job, alone
         (
             {"model": {"sequence": "long"}, "data": {"sequence": None}},
             UserError,
-            "model.sequence = 'long': expected a whole number",
+            "model.sequence = 'long': give the number of tokens in a row",
+        ),
+        (
+            {"model": {"sequence": 0}, "data": {"sequence": None}},
+            UserError,
+            "model.sequence = 0: give the number of tokens in a row, at least 1",
+        ),
+        ({"model": {"layers": 0}}, UserError, "model.layers = 0 of GPT must be greater than 0"),
+        (
+            {"optimizer": {"momentum": 0.9}},
+            UserError,
+            "train.optimizer = {'momentum': 0.9} has no name: give it one of",
         ),
         ({"model": {"layer": 3}}, UserError, "model.layer is not a setting of gpt"),
         ({"optimizer": "adamv"}, UserError, 'Did you mean "adam'),

@@ -13,12 +13,13 @@ import pytest
 
 from shoal.comm import World
 from shoal.errors import UserError
+from shoal.jobs import asking, automatic
 from shoal.jobs.automatic import pinned, planned
 from shoal.jobs.choose import settle
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.train import train
-from shoal.jobs.trials import FILE, KEPT, Candidate, Trials, key_of, read, write
+from shoal.jobs.trials import FILE, KEPT, Candidate, Trials, key_of, of_candidates, read, write
 from shoal.jobs.trying import STEPS
 from shoal.plan import Plan
 from tests.jobs.conftest import in_cache, losses_of, records_of
@@ -169,6 +170,32 @@ def test_a_plan_that_has_ended_a_rank_is_known_after_a_generation_of_fewer_ranks
         write(tmp_path / "run", replace(fewer, key=f"another question {number}"))
     assert len(json.loads((tmp_path / "run" / FILE).read_text())["others"]) == KEPT - 1
     assert read(tmp_path / "run", own) is None
+
+
+def test_what_another_machine_has_measured_does_not_count_here(make_job, tmp_path, monkeypatch):
+    alone, run_dir = World.single("cpu"), tmp_path / "run"
+    job = make_job(**GIVEN)
+    settled = settle(replace(job, auto=Auto(True, 2)), {}, alone)
+    own = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
+    asked = of_candidates(own, 2, [(Plan(zero=1), 0.1), (Plan(), 0.1)])
+    monkeypatch.setattr(asking, "answer", lambda *_: [{"zero": 1}, 2, asked.to_wire(), "asked"])
+    monkeypatch.setattr(asking, "cluster_of_ranks", lambda *_: None)
+
+    def known(job: Job | None = None) -> Trials | None:
+        return planned(settled if job is None else replace(settled, job=job), alone, runs=False).trials
+
+    first = known()
+    assert first is not None and first.next == 0
+    write(run_dir, first.with_result(0, 0.2))
+    resolved = replace(settled.job, auto=Auto())
+    for job in (None, resolved):
+        assert (here := known(job)) is not None and here.candidates[0].seconds == 0.2
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(automatic, "processor_name", lambda: "another processor")
+        there = known()
+        assert there is not None and there.next == 0 and known(resolved) is None
+        write(run_dir, there.with_result(1, 0.3))
+    assert (here := known()) is not None and [each.seconds for each in here.candidates] == [0.2, None]
 
 
 @pytest.mark.fast

@@ -151,14 +151,17 @@ def test_dropout_acts_while_training_alone(cfg):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"heads": 5}, "heads=5 does not divide d_model=32"),
-        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
-        ({"layers": 0}, "layers=0 must be greater than 0"),
-        ({"d_ff": 0}, "GPTConfig: d_ff=0 must be greater than 0"),
-        ({"kv_heads": 0}, "GPTConfig: kv_heads=0 must be greater than 0"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan must be greater than 0"),
-        ({"positions": "rotory"}, "positions='rotory' is none of 'learned', 'rotary'. Did you mean \"rotary\"?"),
-        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        ({"heads": 5}, "heads = 5 of GPT does not divide d_model = 32"),
+        ({"kv_heads": 3}, "kv_heads = 3 of GPT does not divide heads = 4"),
+        ({"layers": 0}, "layers = 0 of GPT must be greater than 0"),
+        ({"d_ff": 0}, "d_ff = 0 of GPT must be greater than 0"),
+        ({"kv_heads": 0}, "kv_heads = 0 of GPT must be greater than 0"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan of GPT must be greater than 0"),
+        (
+            {"positions": "rotory"},
+            "positions = 'rotory' of GPT is none of 'learned', 'rotary'. Did you mean \"rotary\"?",
+        ),
+        ({"dropout": 1.0}, "dropout = 1.0 of GPT must be at least 0 and below 1"),
         ({"positions": "rotary", "heads": 32}, "choose an even head size"),
     ],
 )

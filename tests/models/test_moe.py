@@ -213,13 +213,14 @@ def test_auxiliary_losses_come_with_their_factors():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"experts": 2, "per_token": 3}, "per_token=3 is more than experts=2"),
+        ({"experts": 2, "per_token": 3}, "model.moe.per_token = 3 of MoE is more than experts = 2"),
         ({"experts": 4, "gate": "softmx"}, 'Did you mean "softmax"'),
-        ({"experts": 4, "per_tokn": 1}, 'Did you mean "per_token"'),
-        ({"experts": "4"}, "must be an integer"),
-        ({"per_token": 2}, "needs experts"),
-        ({"experts": 4, "capacity_factor": 0.0}, "must be greater than 0"),
-        ({"experts": 4, "z_loss": -1.0}, "must be at least 0"),
+        ({"experts": 4, "per_tokn": 1}, 'model.moe.per_tokn is not a setting of gpt .* Did you mean "per_token"'),
+        ({"experts": "4"}, "model.moe.experts = '4' of gpt must be an integer"),
+        ({"per_token": 2}, "model 'gpt' needs moe.experts"),
+        ({"experts": 4, "capacity_factor": 0.0}, "model.moe.capacity_factor = 0.0 of MoE must be greater than 0"),
+        ({"experts": 4, "every": 9}, "model.moe.every = 9 of GPT: of 5 layers none is every 9th; give at most layers"),
+        ({"experts": 4, "z_loss": -1.0}, "model.moe.z_loss = -1.0 of MoE must be at least 0"),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ def test_resnet_learns_and_keeps_running_statistics():
     model(torch.randn(4, 1, 16, 16) + 1).sum().backward()
     assert not torch.equal(model.stem[1].running_mean, before)
     assert all(parameter.grad is not None for parameter in model.parameters())
-    with pytest.raises(UserError, match="depth=19 is none of 18, 34, 50, 20"):
+    with pytest.raises(UserError, match="depth = 19 of ResNet is none of 18, 34, 50, 20"):
         ResNet(ResNetConfig(19, 10))
 
 
@@ -61,7 +61,7 @@ def test_lstm_options():
     assert tied.head.weight is tied.token_embedding.weight
     ids = torch.randint(0, 11, (2, 5))
     assert not torch.equal(tied(ids), tied(ids))
-    with pytest.raises(UserError, match="embedding=6 equal to hidden=8"):
+    with pytest.raises(UserError, match="embedding = 6 equal to hidden = 8"):
         LSTMConfig(11, 6, 8, tied=True)
 
 
@@ -76,7 +76,7 @@ def test_mlp_by_hand():
     assert model(torch.tensor([[3.0, 1.0], [1.0, 3.0]])).tolist() == [[4.5], [0.5]]
     for wrong, message in [
         (([4],), "at least the inputs"),
-        (([4, 0],), "sizes=0"),
+        (([4, 0],), "sizes = 0"),
         (([4, 2], "tan"), 'Did you mean "tanh"'),
     ]:
         with pytest.raises(UserError, match=message):

@@ -357,6 +357,7 @@ def test_a_budget_is_of_the_seconds_that_a_job_trains(train: str, tmp_path: Path
 
 def test_money() -> None:
     assert money("40000USD") == (40000, "USD") and money(" 40,000.5 ") == (40000.5, "") and money("7 eur") == (7, "eur")
+    assert money("40000€") == (40000, "€") and money("5 Swiss francs ") == (5, "Swiss francs")
     for text in ("much", "-5USD", "nanUSD", "infUSD", "1,5", "40_000", "0", "0.0USD", "USD", "", "1e5", "9" * 400):
         with pytest.raises(UserError, match="give an amount above 0 in digits"):
             money(text)
@@ -376,4 +377,4 @@ def test_a_microbatch_that_no_step_has_is_refused_as_by_the_run(settled: Callabl
     own = settled()
     train = replace(own.job.train, microbatch=9)
     with pytest.raises(UserError, match=r"train.microbatch = 9: give 1 to global_batch \(8\) samples"):
-        task_of(replace(own, job=replace(own.job, train=train)), machine(), {})
+        opened(replace(own.job, train=train), own.origins)

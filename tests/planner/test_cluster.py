@@ -169,14 +169,27 @@ MEASURED = (
         ),
         (HOST + "price = 2.0\n" + HOST, r"hosts.price is given of some of \[\[hosts\]\] only: give it in each, 0 for"),
         (HOST + HOST.replace("h100", "measured") + MEASURED, "hosts.watts is given of some .* in each, of a device"),
-        ("[[hosts", "cannot be read"),
+        ("[[hosts]]\ncount = 2", "mine.toml: hosts say no device: give one of a100"),
+        ('[[hosts]]\ndevice = "l40"', "hosts.device = 'l40': give one of a100, .* all of it. Did you mean \"l40s\"?"),
+        (HOST + 'name = ""', "hosts.name = '': give a name for the device"),
+        (HOST + 'scratch = " "', "hosts.scratch = ' ': give a directory"),
+        ('currency = ""\n' + HOST, "currency = '': give the name of a currency"),
+        ("[[hosts", "the cluster file /.*mine.toml is not TOML: "),
+        ("hosts = " + "[" * 5000 + "]" * 5000, "the cluster file /.*mine.toml is not TOML: "),
+        (b"\xff\xfe\x00", r"the cluster file /.*mine.toml cannot be read: .*\. Give the path of a text file in TOML"),
+        (None, r"the cluster file /.*mine.toml cannot be read: Is a directory\. Give the path of a text file"),
     ],
+    ids=lambda value: "" if isinstance(value, str) and len(value) > 80 else None,
 )
-def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_with_a_file(tmp_path: Path, text: str | bytes | None, said: str) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=said):
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=said) as caught:
         cluster_of(str(path), MACHINES, BETWEEN)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
 def test_hosts_that_cost_nothing_are_said_so(tmp_path: Path) -> None:

@@ -180,6 +180,13 @@ def test_what_dry_runs_count_beside_is_a_share_of_what_a_rank_may_use() -> None:
         assert found.task.limit == limit and found.task.most == 0.85 * asked.most and found.passed
 
 
+def test_what_no_dry_run_has_room_for_is_told_with_a_remedy() -> None:
+    asked = task(pins={"zero": 0})
+    said = r"a dry run counts 9.00 GiB\. Take more devices, or ones with more memory, .* or free what is pinned$"
+    with pytest.raises(UserError, match=said):
+        confirm(asked, search(asked), lambda *_: (None, "a dry run counts 9.00 GiB"))
+
+
 LINE = 1 + next(
     number for number, line in enumerate(Path(__file__).read_text().splitlines()) if line.endswith("  # this line")
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -30,6 +32,24 @@ def age(cache: Path, seconds: float) -> None:
     """Makes all that is kept older."""
     content = json.loads(cache.read_text())
     cache.write_text(json.dumps({key: {**each, "at": each["at"] - seconds} for key, each in content.items()}))
+
+
+def test_two_that_keep_at_once_lose_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_all, entry = kept._all, {"at": time.time()}
+    other = Thread(target=kept.keep, args=("other", entry))
+
+    def another_writes_meanwhile() -> dict[str, Any]:
+        found = read_all()
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
+        return found
+
+    monkeypatch.setattr(kept, "_all", another_writes_meanwhile)
+    kept.keep("own", entry)
+    other.join()
+    assert kept.read("own") == kept.read("other") == entry
+    assert [each.name for each in cache.parent.iterdir()] == [cache.name], "nothing else stays"
 
 
 @pytest.mark.fast

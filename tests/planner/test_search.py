@@ -192,6 +192,10 @@ def test_a_budget_takes_fewer_hosts_and_is_kept() -> None:
     assert price(within_budget(asked, enough, lambda each: 1000 * each.seconds).cluster) <= enough <= 1.001 * one
     with pytest.raises(UserError, match=r"no plan fits: the one that needs least, .* Take more devices"):
         within_budget(task(on=cluster(memory=8 * MIB)), one, lambda each: each.seconds)
+    free = [replace(host, price=0.0) for host in asked.cluster.hosts]
+    none = r"--budget needs prices above 0, and no host of toy has one: give price .* in \[\[hosts\]\] .* or leave out"
+    with pytest.raises(UserError, match=none):
+        within_budget(replace(asked, cluster=replace(asked.cluster, hosts=tuple(free))), 5, lambda each: each.seconds)
     for currency in ("kUSD", "EUR"):
         with pytest.raises(UserError, match=f'--budget is in "{currency}", prices of toy in "USD"'):
             within_budget(asked, whole, lambda each: 1000 * each.seconds, currency)

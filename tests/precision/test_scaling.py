@@ -164,6 +164,9 @@ def test_small_gradients_survive():
     ("option", "message"),
     [
         ("fp17", 'precision = "fp17" is not one of'),
+        ({}, "precision = {} has no name: give it one of fp32, "),
+        ({"hysteresis": 2}, "precision = {'hysteresis': 2} has no name"),
+        ({"name": 5}, 'precision = "5" is not one of'),
         (
             {"name": "fp16", "hystresis": 2},
             'precision = "fp16" has no parameter "hystresis". Did you mean "hysteresis"?',

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import UserError, check_choice, check_names, fits
+from shoal.toml import read_toml
 
 KINDS = {
     "kill": "a rank is killed (SIGKILL)",
@@ -85,10 +85,7 @@ def drawn(kinds: Sequence[str], steps: int, seed: int) -> Schedule:
 
 def read_schedule(path: Path) -> Schedule:
     """Reads a schedule from TOML: `seed`, and a table [[fault]] for each. Raises UserError."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"the schedule {path} cannot be read: {error}") from error
+    content = read_toml(path, "schedule")
     check_names(f"{path}: unknown key", content, ("seed", "fault"))
     tables, seed = content.get("fault", []), content.get("seed", 0)
     if not isinstance(seed, int) or not isinstance(tables, list) or not tables:

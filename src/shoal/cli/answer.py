@@ -74,7 +74,7 @@ def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: b
 def money(text: str) -> tuple[float, str]:
     """Reads "40000USD", "40,000" or "40000 EUR": the amount, and its currency, "" where that is left to the cluster.
     Raises UserError otherwise."""
-    found = re.fullmatch(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*([^\d\s]*(?: [^\d\s]+)*)\s*", text)
     amount = 0.0 if found is None else float(found[1].replace(",", ""))
     if found is None or not 0 < amount < math.inf:
         raise UserError(

@@ -14,6 +14,7 @@ from shoal.cli.ckpt import JobFile
 from shoal.cli.plan import Nproc, plan
 from shoal.errors import UserError
 from shoal.jobs.imports import imports
+from shoal.plan import MOST_RANKS_OF_A_HOST
 
 app = typer.Typer(
     help="Trains one PyTorch model, written for one device, on whatever devices there are.",
@@ -136,7 +137,9 @@ def _one_of(nproc: int | None, roles: str | None) -> None:
 
 @app.command()
 def demo(
-    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks on this host.")] = 2,
+    nproc: Annotated[
+        int, typer.Option("--nproc", "-n", min=1, max=MOST_RANKS_OF_A_HOST, help="Ranks on this host.")
+    ] = 2,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The run directory. Default: a new one in runs/.")
     ] = None,
@@ -235,7 +238,9 @@ def chaos(
     faults: Annotated[str | None, typer.Option(metavar="KIND,...", help="Draws a schedule with these faults.")] = None,
     seed: Annotated[int, typer.Option(help="Draws the order, the steps and whom faults meet.")] = 0,
     nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="MOST nodes; LEAST go on.")] = "1:3",
-    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks of each node.")] = 1,
+    nproc: Annotated[
+        int, typer.Option("--nproc", "-n", min=1, max=MOST_RANKS_OF_A_HOST, help="Ranks of each node.")
+    ] = 1,
     directory: Annotated[Path | None, typer.Option("--dir", help="A new folder. Default: one in runs/.")] = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Relative difference of losses from the reference.")] = 1e-5,
     pace: Annotated[

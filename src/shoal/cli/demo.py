@@ -32,10 +32,10 @@ def start_demo(nproc: int, directory: Path | None) -> int:
     """Trains the built-in job on `nproc` ranks in `directory` (default: a new one in runs/); returns the exit code."""
     directory = (directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     shown = os.path.relpath(directory)
-    print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {shown}:\n", flush=True)
-    if directory.is_dir() and any(directory.iterdir()):  # it would go on from what is there
-        raise UserError(f"{shown} is there already: give another --dir")
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):  # it would go on from it
+        raise UserError(f"--dir {shown}: it is there already, and not an empty folder. Give another --dir")
     refuse_if_taken(directory)
+    print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {shown}:\n", flush=True)
     try:
         with ended(Cluster(DEMO, [], (1, 2), nproc, directory / _NODES, {}, directory)) as cluster:
             Demo(cluster).show()

@@ -40,7 +40,7 @@ def ask(job: Path, assignments: Sequence[str], device: str | None, host: str | N
 def show(answer: Answer, as_json: bool) -> None:
     """Prints tables and a verdict, or one JSON object."""
     if as_json:
-        print(json.dumps(answer.to_dict(), indent=1))
+        print(json.dumps({**answer.to_dict(), "said": who_chooses(answer.auto)}, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
     plan = answer.prediction.plan

@@ -30,7 +30,8 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
     plan = spread(settled, origins, max(ranks_here(settled), settled.plan.size))[0].plan
     if as_json:
         mesh = Mesh(plan, 0, plan.size)
-        print(json.dumps({"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}))
+        shown = {"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}
+        print(json.dumps({**shown, "said": who_chooses(given.auto)}))
         return
     stages = how_stages_run(replace(settled, plan=plan)) if plan.pipelined else []
     Console(highlight=False, soft_wrap=True).print(

@@ -28,6 +28,7 @@ from shoal.device.kinds import (
     kind_of,
     moving_calls,
     own_device,
+    processor_name,
     why_no_accelerator,
 )
 from shoal.device.memory import (
@@ -100,6 +101,7 @@ __all__ = [
     "new_stream",
     "on_stream",
     "own_device",
+    "processor_name",
     "quickest",
     "record_event",
     "record_use",

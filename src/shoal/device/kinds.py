@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -106,6 +109,15 @@ def hardware_name(device: torch.device) -> str | None:
     """What the accelerator calls itself; None of a CPU."""
     module = backend(device)
     return None if module is None else module.get_device_name(device)
+
+
+def processor_name() -> str:
+    """What the host's processor calls itself, or else its architecture."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        for name in (line.partition(":")[2].strip() for line in lines if line.startswith("model name")):
+            return name
+    return platform.processor() or platform.machine()
 
 
 def is_own_failure(error: BaseException) -> bool:

@@ -15,16 +15,21 @@ from numpy.typing import NDArray
 
 BITS = 24
 """Binary digits after the point."""
-LARGEST = 2.0**36
-"""The largest absolute value of a client's number: the sum over as many clients as there may be does not overflow."""
+MOST = 2.0 ** (62 - BITS)
+"""The largest absolute value of a sum: half of what the words can tell apart."""
 
 Words = NDArray[np.uint64]
 
 
-def to_words(values: NDArray[np.float64]) -> Words:
-    """Rounds numbers to multiples of 2**-BITS. Raises ValueError for numbers that are not finite, or too large."""
-    if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > LARGEST:
-        raise ValueError(f"a number that is not finite, or above {LARGEST:g}: a lower learning rate is the remedy")
+def to_words(values: NDArray[np.float64], clients: int) -> Words:
+    """Rounds numbers to multiples of 2**-BITS. Raises ValueError for numbers that are not finite, or so large that the
+    sum of those of `clients` clients could overflow."""
+    most = MOST / clients
+    if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > most:
+        raise ValueError(
+            f"a number that is not finite, or above {most:g}, would spoil the sum of {clients} clients: a lower "
+            "learning rate is the remedy"
+        )
     return np.rint(values * 2.0**BITS).astype(np.int64).view(np.uint64)
 
 

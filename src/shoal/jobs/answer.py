@@ -31,7 +31,6 @@ from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
 from shoal.precision import precision
-from shoal.training.microbatches import check_microbatch
 
 ALONE = Plan()
 """Of one rank."""
@@ -180,10 +179,8 @@ def _rows(settled: Settled, ranks: int) -> int:
 
 
 def _given(settled: Settled, whole: bool) -> int | None:
-    """The microbatch, where it is not the planner's to choose. Raises UserError for one that no step has."""
+    """The microbatch, where it is not the planner's to choose."""
     train = settled.job.train
-    with in_section("train"):
-        check_microbatch(train.microbatch, train.global_batch)
     return train.microbatch or (train.global_batch if whole else None)
 
 

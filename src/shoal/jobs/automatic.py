@@ -15,11 +15,12 @@ import psutil
 
 from shoal.comm import World, link_of
 from shoal.comm.first import from_first
-from shoal.device import free_memory, is_accelerator
+from shoal.device import free_memory, hardware_name, is_accelerator, processor_name
 from shoal.jobs.choose import Settled, under
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.gain import Ranks, is_small, why_not_searched
 from shoal.jobs.trials import Trials, key_of, read
+from shoal.launch.process import usable_cores
 from shoal.plan import Plan
 from shoal.planner.cluster import Link
 from shoal.planner.measure import USUAL, groups_of, ring_of
@@ -63,7 +64,7 @@ def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
     plan, rows, trials, why = from_first(world.everyone, ask, 'plan = "auto": ')
     if plan is None:
         return replace(settled, why=why)
-    trials = None if trials is None else Trials.from_wire(trials)
+    trials = None if trials is None else replace(Trials.from_wire(trials), machine=_machine(world))
     return replace(under(settled, Plan.from_dict(plan), rows), trials=trials, why=why)
 
 
@@ -106,11 +107,18 @@ def _under_trial(settled: Settled, world: World) -> Trials | None:
     if world.rank == 0 and job.run.resume == "auto":
         asks = job.auto.wanted and job.auto.measure > 1
         key = key_of(job, settled.origins, pinned(job, settled.origins), world.size) if asks else None
-        kept = read(Path(job.run.dir), key)
+        kept = read(Path(job.run.dir), key, _machine(world))
         if kept is not None and _speaks_of(kept, job):
             found = kept.after_a_death().to_wire()
     found = world.everyone.broadcast_object(found)
     return None if found is None else Trials.from_wire(found)
+
+
+def _machine(world: World) -> str:
+    """The kind of machine, which decides what steps take: by kind and not by name, as a job that is started again on
+    other hosts like these goes on with what was measured, and with which plans have ended it."""
+    own = hardware_name(world.device) or f"{usable_cores()} cores of {processor_name()}"
+    return f"{world.local_size} ranks on each host, {own}"
 
 
 def _speaks_of(kept: Trials, job: Job) -> bool:

@@ -23,7 +23,7 @@ from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
 from shoal.planner.degrees import chosen_fields
 from shoal.precision import precision
-from shoal.training.microbatches import largest_share
+from shoal.training.microbatches import check_microbatch, largest_share
 
 SEQUENCE = 256
 WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
@@ -90,6 +90,8 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
 
 def opened(job: Job, origins: Origins) -> Settled:
     """Chooses the values that do not depend on the ranks, and opens the data. Raises UserError as `settle`."""
+    with in_section("train"):
+        check_microbatch(job.train.microbatch, job.train.global_batch)
     job, origins, model, data = (_settle_samples if job.model["name"] in DEFAULT else _settle_text)(job, origins)
     total = _total(job, data)
     return Settled(*_put_schedule(job, origins, total), model, data, total)
@@ -130,6 +132,8 @@ def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, T
     if job.data.sequence is None:
         preset = PRESETS.get(str(table.get("preset")))
         longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
+        if type(longest) is not int or longest < 1:
+            raise UserError(f"model.sequence = {longest!r:.100}: give the number of tokens in a row, at least 1")
         job, origins = put(job, origins, "data", sequence=longest)
     data = _open(job)
     job, origins = _put_model(job, origins, _from_data(table, job, data))
@@ -150,8 +154,6 @@ def _settle_samples(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec
 def _open(job: Job) -> TextData:
     data = job.data
     assert data.sequence is not None
-    if not isinstance(data.sequence, int):
-        raise UserError(f"model.sequence = {data.sequence!r}: expected a whole number")
     with in_section("data"):
         return open_text(
             data.source,

@@ -22,6 +22,8 @@ def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory
     """
     parameters = option_parameters(option)
     name = option if isinstance(option, str) else option.get("name")
+    if name is None:
+        raise UserError(f"train.optimizer = {option!r:.100} has no name: give it one of {', '.join(OPTIMIZERS)}")
     check_choice(f"train.optimizer = {name!r} is not one of", name, OPTIMIZERS)
     kind = OPTIMIZERS[str(name)]
     known = [each for each in inspect.signature(kind).parameters if each not in ("params", *OF_TRAIN)]

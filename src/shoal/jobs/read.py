@@ -14,6 +14,7 @@ from shoal.errors import UserError, check_choice, did_you_mean, fits
 from shoal.federated.settings import Federated
 from shoal.jobs.config import SECTIONS, Auto, Job, Origins
 from shoal.plan import AUTO, Plan
+from shoal.toml import read_toml
 
 _hints = cache(get_type_hints)  # asked for in each generation of an elastic run, while its ranks wait
 ASKS = "name", "measure", "allow"
@@ -38,19 +39,7 @@ def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Or
     `run.dir` is by default `runs/` and the file's name. Raises UserError with the key, the value and what is expected.
     """
     path = Path(path)
-    return parse_job(read_toml(path), assignments, where=str(path), default_dir=f"runs/{path.stem}")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the tables of a TOML file. Raises UserError where it cannot be read."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no such job file: {path} (from {Path.cwd()})") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the job file {path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, or deeply nested lists
-        raise UserError(f"the job file {path} is not TOML: {error}") from error
+    return parse_job(read_toml(path, "job file"), assignments, where=str(path), default_dir=f"runs/{path.stem}")
 
 
 def parse_job(

@@ -1,8 +1,8 @@
 """Which plans a job with `plan.measure` tries, what was measured of them, and how a run that goes on knows it.
 
-The record is `trials.json` in the run's directory, kept by rank 0. Trials hold for the job and the number of ranks of
-which they speak. Where nodes come and go the record has those of other numbers too: a rank that a plan ends is missed
-for a generation of one rank less, and the next one has to know of it.
+The record is `trials.json` in the run's directory, kept by rank 0. Trials hold for the job, the number of ranks and the
+kind of machine of which they speak. Where nodes come and go the record has those of other numbers too: a rank that a
+plan ends is missed for a generation of one rank less, and the next one has to know of it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ class Candidate:
 @dataclass(frozen=True)
 class Trials:
     """All candidates, the one predicted to be the fastest first. `now`: the one under trial, None between two. `ended`:
-    by a hand that changed the plan."""
+    by a hand that changed the plan. `machine`: the kind on which they are tried, "" where that is not known."""
 
     key: str
     microbatch: int | None
     candidates: tuple[Candidate, ...]
     now: int | None = None
     ended: bool = False
+    machine: str = ""
 
     @property
     def next(self) -> int | None:
@@ -107,13 +108,17 @@ class Trials:
         candidates = (*self.candidates[: self.now], one, *self.candidates[self.now + 1 :])
         return replace(self, candidates=candidates, now=None)
 
+    def replaces(self, before: Trials) -> bool:
+        """Whether these are later ones of the same question on the same kind of machine."""
+        return self.key == before.key and before.machine in ("", self.machine)
+
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_wire(cls, said: Mapping[str, Any]) -> Trials:
         candidates = tuple(Candidate(**each) for each in said["candidates"])
-        return cls(said["key"], said["microbatch"], candidates, said["now"], said["ended"])
+        return cls(said["key"], said["microbatch"], candidates, said["now"], said["ended"], said.get("machine", ""))
 
 
 def key_of(job: Job, origins: Origins, pins: Mapping[str, Any], ranks: int) -> str:
@@ -134,16 +139,17 @@ def of_candidates(key: str, microbatch: int | None, plans: Sequence[tuple[Plan, 
     return Trials(key, microbatch, tuple(Candidate(plan.to_dict(), seconds) for plan, seconds in plans))
 
 
-def read(run_dir: Path, key: str | None = None) -> Trials | None:
-    """What is kept of a run's trials: the last ones, or those of `key`. None where there are none, or they cannot be
-    read."""
-    return next((each for each in _all(run_dir) if key in (None, each.key)), None)
+def read(run_dir: Path, key: str | None = None, machine: str | None = None) -> Trials | None:
+    """What is kept of a run's trials: the last ones, or those of `key`, or that may be of such a `machine`. None where
+    there are none, or they cannot be read."""
+    known = (each for each in _all(run_dir) if machine is None or each.machine in ("", machine))
+    return next((each for each in known if key in (None, each.key)), None)
 
 
 def write(run_dir: Path, trials: Trials) -> None:
-    """Keeps them, and those of other keys beside them. Raises OSError where they cannot be written."""
+    """Keeps them, and those of other keys and machines beside them. Raises OSError where they cannot be written."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    others = [each.to_wire() for each in _all(run_dir) if each.key != trials.key]
+    others = [each.to_wire() for each in _all(run_dir) if not trials.replaces(each)]
     replace_text(run_dir / FILE, json.dumps({**trials.to_wire(), "others": others[: KEPT - 1]}, indent=1))
 
 

@@ -41,9 +41,9 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "sequence", "layers", "d_model", "heads", "ff"):
-            positive("BertConfig", field, getattr(self, field))
-        fraction("BertConfig", "dropout", self.dropout)
-        divides("BertConfig", "heads", self.heads, "d_model", self.d_model)
+            positive("Bert", field, getattr(self, field))
+        fraction("Bert", "dropout", self.dropout)
+        divides("Bert", "heads", self.heads, "d_model", self.d_model)
 
     @property
     def ff(self) -> int:

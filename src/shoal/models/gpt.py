@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import ArgumentError
 from shoal.models.attention import Attention, Rotation, document_mask, rotation
 from shoal.models.checks import divides, fraction, one_of, positive, short_enough
 from shoal.models.experts import Experts
@@ -53,24 +53,26 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "sequence", "layers", "d_model", "heads", "rope_theta", "norm_eps"):
-            positive("GPTConfig", field, getattr(self, field))
-        positive("GPTConfig", "kv_heads", self.key_value_heads)
-        positive("GPTConfig", "d_ff", self.ff)
-        one_of("GPTConfig", "positions", self.positions, ("learned", "rotary"))
-        one_of("GPTConfig", "mlp", self.mlp, ("gelu", "swiglu"))
-        one_of("GPTConfig", "norm", self.norm, ("layernorm", "rmsnorm"))
-        fraction("GPTConfig", "dropout", self.dropout)
-        divides("GPTConfig", "heads", self.heads, "d_model", self.d_model)
-        divides("GPTConfig", "kv_heads", self.key_value_heads, "heads", self.heads)
+            positive("GPT", field, getattr(self, field))
+        positive("GPT", "kv_heads", self.key_value_heads)
+        positive("GPT", "d_ff", self.ff)
+        one_of("GPT", "positions", self.positions, ("learned", "rotary"))
+        one_of("GPT", "mlp", self.mlp, ("gelu", "swiglu"))
+        one_of("GPT", "norm", self.norm, ("layernorm", "rmsnorm"))
+        fraction("GPT", "dropout", self.dropout)
+        divides("GPT", "heads", self.heads, "d_model", self.d_model)
+        divides("GPT", "kv_heads", self.key_value_heads, "heads", self.heads)
         if self.moe is not None and self.moe.every > self.layers:
-            raise UserError(
-                f"GPTConfig: of {self.layers} layers none is every {self.moe.every}th: moe.every must be at most "
-                "layers."
+            raise ArgumentError(
+                "moe.every",
+                f" = {self.moe.every} of GPT: of {self.layers} layers none is every {self.moe.every}th; give at most "
+                "layers.",
             )
         if self.positions == "rotary" and self.head_size % 2:
-            raise UserError(
-                f"GPTConfig: d_model={self.d_model} over heads={self.heads} gives heads of {self.head_size} channels; "
-                "rotary positions turn pairs of channels, so choose an even head size."
+            raise ArgumentError(
+                "heads",
+                f" = {self.heads} of GPT cut d_model = {self.d_model} into heads of {self.head_size} channels; rotary "
+                "positions turn pairs of channels, so choose an even head size.",
             )
 
     @property

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import ArgumentError, UserError, did_you_mean
 from shoal.models.adapted import unadapted
 from shoal.models.moe import WithLosses
 
@@ -86,9 +86,8 @@ LOSSES: dict[str, Loss] = {
 def find_loss(name: str) -> Loss:
     """Returns the loss of that name; an unknown one raises `UserError`."""
     if not isinstance(name, str) or name not in LOSSES:
-        raise UserError(
-            f"loss = {name!r} is not a loss of Shoal ({', '.join(LOSSES)}).{did_you_mean(str(name), list(LOSSES))}"
-        )
+        hint = did_you_mean(str(name), list(LOSSES))
+        raise ArgumentError("loss", f" = {name!r} is not a loss of Shoal ({', '.join(LOSSES)}).{hint}")
     return LOSSES[name]
 
 

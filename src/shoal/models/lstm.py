@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import ArgumentError
 from shoal.models.checks import fraction, positive
 
 
@@ -26,10 +26,10 @@ class LSTMConfig:
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "embedding", "hidden", "layers"):
-            positive("LSTMConfig", field, getattr(self, field))
-        fraction("LSTMConfig", "dropout", self.dropout)
+            positive("LSTM", field, getattr(self, field))
+        fraction("LSTM", "dropout", self.dropout)
         if self.tied and self.embedding != self.hidden:
-            raise UserError(f"LSTMConfig: tied needs embedding={self.embedding} equal to hidden={self.hidden}.")
+            raise ArgumentError("tied", f" of LSTM needs embedding = {self.embedding} equal to hidden = {self.hidden}.")
 
 
 class LSTM(nn.Module):

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import ArgumentError
 from shoal.models.checks import fraction, one_of, positive
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "sigmoid": nn.Sigmoid}
@@ -23,7 +23,7 @@ class MLP(nn.Module):
     def __init__(self, sizes: Sequence[int], activation: str = "relu", dropout: float = 0.0) -> None:
         super().__init__()
         if len(sizes) < 2:
-            raise UserError(f"MLP: sizes={list(sizes)} must name at least the inputs and the outputs.")
+            raise ArgumentError("sizes", f" = {list(sizes)} of MLP must name at least the inputs and the outputs.")
         for size in sizes:
             positive("MLP", "sizes", size)
         one_of("MLP", "activation", activation, list(ACTIVATIONS))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import ArgumentError
 from shoal.models.checks import one_of, positive
 from shoal.models.experts import Experts, counted
 
@@ -67,18 +67,18 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for field in ("experts", "per_token", "every"):
-            positive("MoEConfig", field, getattr(self, field))
+            positive("MoE", field, getattr(self, field))
         for field in ("d_ff", "capacity_factor"):
             if getattr(self, field) is not None:
-                positive("MoEConfig", field, getattr(self, field))
-        one_of("MoEConfig", "gate", self.gate, ("softmax", "sigmoid"))
-        one_of("MoEConfig", "noise", self.noise, ("none", "jitter", "gaussian", "gumbel"))
-        one_of("MoEConfig", "drop", self.drop, ("position", "probability"))
+                positive("MoE", field, getattr(self, field))
+        one_of("MoE", "gate", self.gate, ("softmax", "sigmoid"))
+        one_of("MoE", "noise", self.noise, ("none", "jitter", "gaussian", "gumbel"))
+        one_of("MoE", "drop", self.drop, ("position", "probability"))
         if self.per_token > self.experts:
-            raise UserError(f"MoEConfig: per_token={self.per_token} is more than experts={self.experts}.")
+            raise ArgumentError("per_token", f" = {self.per_token} of MoE is more than experts = {self.experts}.")
         for field in ("balance_loss", "z_loss", "balance_rate", "shared"):
             if getattr(self, field) < 0:
-                raise UserError(f"MoEConfig: {field}={getattr(self, field)} must be at least 0.")
+                raise ArgumentError(field, f" = {getattr(self, field)} of MoE must be at least 0.")
 
     @property
     def losses(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import ArgumentError, UserError, did_you_mean
 from shoal.models import hf
 from shoal.models.adapted import check_adapters
 
@@ -111,14 +111,16 @@ def _files(directory: Path) -> dict[str, str]:
         return dict.fromkeys(_header(directory / _ONE_FILE), str(directory / _ONE_FILE))
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if directory.suffix in (".bin", ".pt", ".pth", ".ckpt") or pickles:
-        raise UserError(
-            f"weights = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run any "
-            "code when it is read, so it is not read. If you trust it, write it anew as safetensors: "
-            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT), then weights = OUT"
+        raise ArgumentError(
+            "weights",
+            f" = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run any code "
+            "when it is read, so it is not read. If you trust it, write it anew as safetensors: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT), then weights = OUT",
         )
-    raise UserError(
-        f"weights = {str(directory)!r} holds no weights: it must be a directory with {_ONE_FILE}, or with its parts "
-        f'and {_INDEX}, or one .safetensors file. Nothing is downloaded. For random weights: weights = "{RANDOM}"'
+    raise ArgumentError(
+        "weights",
+        f" = {str(directory)!r} holds no weights: it must be a directory with {_ONE_FILE}, or with its parts and "
+        f'{_INDEX}, or one .safetensors file. Nothing is downloaded. For random weights: weights = "{RANDOM}"',
     )
 
 

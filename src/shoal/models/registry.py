@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import nn
 
-from shoal.errors import UserError, did_you_mean, fits
+from shoal.errors import ArgumentError, UserError, did_you_mean, fits, in_section
 from shoal.models.bert import Bert, BertConfig, MaskedTokens
 from shoal.models.checks import one_of
 from shoal.models.chess import chess_evaluator
@@ -59,7 +59,7 @@ class MLPConfig:
     task: Literal["classification", "regression"] = "classification"
 
     def __post_init__(self) -> None:
-        one_of("model 'mlp'", "task", self.task, ("classification", "regression"))
+        one_of("MLP", "task", self.task, ("classification", "regression"))
 
 
 def build(spec: Mapping[str, Any]) -> ModelSpec:
@@ -78,8 +78,9 @@ def build(spec: Mapping[str, Any]) -> ModelSpec:
         raise UserError(
             f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}{of_transformers(str(name))}"
         )
-    model = BUILDERS[name](settings)
-    return model if loss is None else replace(model, loss=_given_loss(loss, model))
+    with in_section("model"):
+        model = BUILDERS[name](settings)
+        return model if loss is None else replace(model, loss=_given_loss(loss, model))
 
 
 def _given_loss(name: str, model: ModelSpec) -> Loss:
@@ -88,7 +89,9 @@ def _given_loss(name: str, model: ModelSpec) -> Loss:
     if (found in OF_TEXT) != (model.loss in OF_TEXT):
         others = [each for each, loss in LOSSES.items() if (loss in OF_TEXT) == (model.loss in OF_TEXT)]
         data = "text" if model.loss in OF_TEXT else "arrays or images"
-        raise UserError(f"loss = {name!r} is not for model {model.name!r}, which reads {data}: {' or '.join(others)}.")
+        raise ArgumentError(
+            "loss", f" = {name!r} is not for model {model.name!r}, which reads {data}: {' or '.join(others)}."
+        )
     return found
 
 
@@ -225,28 +228,32 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
 }
 
 
-def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None) -> Any:
-    """Returns a `kind` from the settings, over `base` where there is one; checks names and types first."""
+def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None, table: str = "model") -> Any:
+    """Returns a `kind` from the settings of `table`, over `base` where there is one; checks names and types first."""
     hints, settings = get_type_hints(kind), dict(settings)
     for key, value in settings.items():
         if key not in hints:
             known = ["preset", *hints] if kind is GPTConfig else list(hints)
-            raise UserError(f"model.{key} is not a setting of {name} ({', '.join(known)}).{did_you_mean(key, known)}")
+            raise UserError(f"{table}.{key} is not a setting of {name} ({', '.join(known)}).{did_you_mean(key, known)}")
         inner = next((each for each in get_args(hints[key]) if is_dataclass(each)), None)
         if inner is not None and isinstance(value, Mapping):
             before = getattr(base, key, None)
-            value = settings[key] = _config(inner, f"{name}, in model.{key}", value, before)  # type: ignore[arg-type]
+            value = settings[key] = _config(inner, name, value, before, f"{table}.{key}")  # type: ignore[arg-type]
         if not fits(value, hints[key]):
             raise UserError(
-                f"model.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}."
+                f"{table}.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}."
             )
     if base is not None:
-        return replace(base, **settings)
+        with in_section(table):
+            return replace(base, **settings)
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in settings]
     if missing:
         preset = " or a `preset`" if kind is GPTConfig else ""
+        inside = table.removeprefix("model").removeprefix(".")
+        missing = [f"{inside}.{each}" if inside else each for each in missing]
         raise UserError(f"model {name!r} needs {', '.join(missing)}{preset}.")
-    return kind(**settings)
+    with in_section(table):
+        return kind(**settings)
 
 
 def _spoken(hint: Any) -> str:

@@ -26,9 +26,9 @@ class ResNetConfig:
     channels: int = 3
 
     def __post_init__(self) -> None:
-        one_of("ResNetConfig", "depth", self.depth, list(STAGES))
-        positive("ResNetConfig", "classes", self.classes)
-        positive("ResNetConfig", "channels", self.channels)
+        one_of("ResNet", "depth", self.depth, list(STAGES))
+        positive("ResNet", "classes", self.classes)
+        positive("ResNet", "channels", self.channels)
 
 
 class Basic(nn.Module):

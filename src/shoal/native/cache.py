@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,8 +16,10 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+
+from shoal.locked import locked
 
 Build = Callable[[Path], None]
 """Writes a library to a path. Raises RuntimeError if it cannot be built, OSError if it cannot be written."""
@@ -45,7 +46,7 @@ def _load_from(folder: Path, name: str, build: Build) -> ctypes.CDLL:
     _make(folder)
     target = folder / f"{name}.so"
     if not _is_whole(target):
-        with _locked(folder):
+        with locked(folder):
             if not _is_whole(target):  # another rank may have built it meanwhile
                 _build(target, build)
     if not _is_whole(target):
@@ -137,17 +138,5 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks `folder`, so that the ranks of a host compile once; where the file system has no locks, each does."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(descriptor)

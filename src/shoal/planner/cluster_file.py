@@ -7,7 +7,6 @@ cluster.toml                [[hosts]] device = "h100", count = 8, number = 2, pr
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from shoal.comm import Reach
 from shoal.errors import UserError, check_choice, check_names, did_you_mean
 from shoal.plan import nbytes
 from shoal.planner.cluster import FORMATS, MOST_DEVICES, Cluster, Device, Host, Link
-from shoal.toml import toml_value
+from shoal.toml import read_toml, toml_value
 
 LARGEST = 1e30
 """Numbers stay below: none of the units has as many of anything."""
@@ -93,15 +92,7 @@ def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluste
 
 def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Cluster:
     """Reads a cluster file. Raises UserError for an unknown key, or a value of another kind."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"no such cluster file: {path} (from {Path.cwd()}). Give the path of one, or a machine by name, such as "
-            "8xh100"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"the cluster file {path} cannot be read: {error}") from error
+    content = read_toml(path, "cluster file", "Give the path of one, or a machine by name, such as 8xh100")
     check_names(f"{path} has no key", content, ["hosts", "between", *OTHERS, "currency"], "Keys")
     tables = content.get("hosts")
     if not isinstance(tables, list) or not tables or not all(isinstance(each, Mapping) for each in tables):
@@ -142,7 +133,7 @@ def _number(value: Any, key: str, what: str) -> Any:
 
 
 def _text(value: Any, what: str, said: str) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.strip():
         raise UserError(f"{what} = {value!r}: give {said}")
     return value
 
@@ -154,9 +145,10 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
     check_names(f"{where}: hosts has no key", table, keys, "Keys")
     name, number = table.pop("device", None), table.pop("number", 1)
     if name not in (*machines, MEASURED):
+        said, hint = ("hosts say no device", "") if name is None else _unknown(name, machines)
         raise UserError(
-            f"{where}: hosts.device = {name!r}: give one of {', '.join(machines)}, the nearest to yours, and what "
-            f'differs beside it (flops, device_memory, bandwidth, ...), or "{MEASURED}" and all of it'
+            f"{where}: {said}: give one of {', '.join(machines)}, the nearest to yours, and what differs beside it "
+            f'(flops, device_memory, bandwidth, ...), or "{MEASURED}" and all of it.{hint}'
         )
     if name == MEASURED and (missing := [key for key in NEEDED if key not in table]):
         raise UserError(f'{where}: hosts.device = "{MEASURED}": give {", ".join(missing)}, too')
@@ -183,6 +175,10 @@ def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> l
             _number(value, key, f"{where}: hosts.{key}")
     changed.setdefault("name", name if not changed else f"{name}, changed by {where}")
     return [replace(host, device=replace(host.device, **changed), **table)] * number
+
+
+def _unknown(name: Any, machines: Mapping[str, Host]) -> tuple[str, str]:
+    return f"hosts.device = {name!r:.100}", did_you_mean(str(name), [*machines, MEASURED])
 
 
 def _check_summed(tables: Sequence[Mapping[str, Any]], hosts: Sequence[Sequence[Host]], where: str) -> None:
@@ -256,6 +252,7 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
         own = {each.name: getattr(host.device, each.name) for each in fields(Device)}
         own["device_memory"] = own.pop("memory")
         table = {"device": MEASURED, "number": cluster.hosts.count(host), **own, **values}
+        table = {key: value for key, value in table.items() if value != ""}
         text += "\n[[hosts]]\n" + "".join(f"{line}\n" for line in _lines(table))
         text += "[hosts.inside]\n" + "".join(f"{line}\n" for line in _of_link(host.inside))
     text += "\n[between]\n" + "".join(f"{line}\n" for line in _of_link(cluster.between))

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from shoal.errors import UserError
 from shoal.planner.degrees import FIELDS
-from shoal.planner.search import search
+from shoal.planner.search import more_room, search
 from shoal.planner.task import Estimate, Found, Task
 from shoal.toml import plan_text
 
@@ -80,10 +80,11 @@ def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
 
 
 def _reasons(task: Task, passed: list[tuple[Estimate, str]]) -> str:
-    """What was refused: each reason once, with the first plan that it was given for."""
+    """What was refused: each reason once, with the first plan that it was given for; and what to do where it was for
+    want of memory, as the engine's own refusals say it."""
     first: dict[str, str] = {}
     for each, why in passed:
         first.setdefault(why, plan_text(each.choice.plan(task.pins).to_dict()))
-    return "no plan that was tried holds in a dry run: " + "; ".join(
-        f"{plan}: {why}" for why, plan in list(first.items())[:3]
-    )
+    shown = list(first.items())[:3]
+    remedy = f". {more_room(task)}" if any(why.startswith(OVER) for why, _ in shown) else ""
+    return f"no plan that was tried holds in a dry run: {'; '.join(f'{plan}: {why}' for why, plan in shown)}{remedy}"

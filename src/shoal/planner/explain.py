@@ -221,8 +221,8 @@ def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float
     cluster = task.cluster
     if not cluster.price:
         raise UserError(
-            f"--budget needs prices, and {cluster.name} has none: describe the machine in a cluster file with price "
-            "(of an hour of a host) in [[hosts]]"
+            f"--budget needs prices above 0, and no host of {cluster.name} has one: give price (of an hour of a host) "
+            "in [[hosts]] of a cluster file, or leave out --budget"
         )
     if currency and currency.upper() != cluster.currency.upper():
         raise UserError(

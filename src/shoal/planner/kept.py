@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from shoal.device import hardware_name, is_accelerator
+from shoal.locked import locked
 
 STALE = 30 * 86400.0
 """Seconds after which what is kept does not count any more."""
@@ -37,14 +39,12 @@ def read(key: str) -> dict[str, Any] | None:
 def keep(key: str, value: dict[str, Any]) -> None:
     """Keeps `value`, which has the time "at" which it was made, in place of what was kept under `key`. Where no file
     can be written nothing is kept."""
-    _write({**_all(), key: value})
+    _change(lambda known: {**known, key: value})
 
 
 def forget(key: str) -> None:
     """Keeps nothing under `key` any more."""
-    if key in (known := _all()):
-        del known[key]
-        _write(known)
+    _change(lambda known: {name: value for name, value in known.items() if name != key})
 
 
 def key_of(what: str, device: torch.device, *others: object) -> str:
@@ -66,12 +66,16 @@ def crowding(device: torch.device, on_host: int) -> float:
     return 1.0 if is_accelerator(device) else max(1.0, shared)
 
 
-def _write(known: dict[str, Any]) -> None:
+def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Writes what `change` makes of all that is kept, while nobody else does so."""
     with suppress(OSError, RuntimeError):
         folder().mkdir(parents=True, exist_ok=True)
-        fresh = folder() / f"machine.json.{os.getpid()}"
-        fresh.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        fresh.replace(folder() / "machine.json")
+        with locked(folder()):
+            if (made := change(known := _all())) == known:
+                return
+            fresh = folder() / f"machine.json.{os.uname().nodename}.{os.getpid()}"
+            fresh.write_text(json.dumps(made, indent=1), encoding="utf-8")
+            fresh.replace(folder() / "machine.json")
 
 
 def _all() -> dict[str, Any]:

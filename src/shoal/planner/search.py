@@ -223,7 +223,12 @@ def search(task: Task) -> Found:
             takes = f"{units.enough(near.on_host)} of its host for a rank, where {has} are"
         raise UserError(
             f"no plan fits: the one that needs least, {plan} with microbatches of {near.choice.microbatch}, takes "
-            f"{takes}. Take more devices, or ones with more memory, a smaller model or shorter "
-            f"rows{', or free what is pinned' if task.pins else ''}"
+            f"{takes}. {more_room(task)}"
         )
     return found
+
+
+def more_room(task: Task) -> str:
+    """What gives a task room that has none, in a sentence."""
+    free = ", or free what is pinned" if task.pins else ""
+    return f"Take more devices, or ones with more memory, a smaller model or shorter rows{free}"

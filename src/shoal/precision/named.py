@@ -112,6 +112,8 @@ def precision(option: str | Mapping[str, Any]) -> Precision:
     """
     name = option if isinstance(option, str) else option.get("name")
     parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
+    if name is None:
+        raise ArgumentError("precision", f" = {option!r:.100} has no name: give it one of {', '.join(PRECISIONS)}")
     if not isinstance(name, str) or name not in PRECISIONS:
         raise ArgumentError(
             "precision",

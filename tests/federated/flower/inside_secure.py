@@ -15,7 +15,9 @@ from shoal.federated.settings import Federated
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # isort: skip
 from flwr.clientapp import ClientApp  # isort: skip
-from flwr.serverapp.strategy import FedAvg, FedAvgM, Krum  # isort: skip
+from flwr.clientapp.mod import fixedclipping_mod  # isort: skip
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, FedAvgM, Krum  # isort: skip
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping  # isort: skip
 
 CLIENTS = 6
 START = {"first": np.arange(6.0).reshape(2, 3), "last": np.array([1.0, -2.0])}
@@ -90,6 +92,40 @@ def test_a_client_may_drop_out_at_any_stage(stage, counts):
     assert (secure.asked, secure.why, len(secure.failures)) == (CLIENTS, "", 1)
     for name in START:
         np.testing.assert_allclose(found.arrays[name].numpy(), plain.arrays[name].numpy(), rtol=0, atol=1e-6)
+
+
+CLIP = 0.5
+
+
+def clipped_mean():
+    """The mean of clipped movements by the clients' samples: what differential privacy adds its noise to."""
+    moved = []
+    for client in range(CLIENTS):
+        drawn = np.random.default_rng(client)
+        moved.append(np.concatenate([drawn.normal(size=each.shape).ravel() for each in START.values()]))
+    weights = [10 * (client + 1) for client in range(CLIENTS)]
+    clipped = [each * min(1.0, CLIP / np.linalg.norm(each)) for each in moved]
+    return np.average(clipped, axis=0, weights=weights)
+
+
+def movement(result):
+    return np.concatenate([(result.arrays[name].numpy() - each).ravel() for name, each in START.items()])
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_differential_privacy_clips_each_client_and_its_noise_is_of_the_mean(secure):
+    """Clients that clip may mask as well: the server then clips nothing, and adds the noise to the opened mean."""
+    private.quieten()
+    wrap = DifferentialPrivacyClientSideFixedClipping if secure else DifferentialPrivacyServerSideFixedClipping
+    mods = [secure_mod, fixedclipping_mod] if secure else []
+
+    def run(noise):
+        inner = SecureSum(strategy()) if secure else strategy()
+        return movement(wrap(inner, noise, CLIP, CLIENTS).start(grid(mods), start(), num_rounds=1))
+
+    np.testing.assert_allclose(run(0.0), clipped_mean(), rtol=0, atol=1e-6)
+    noise = np.concatenate([run(2.0) - clipped_mean() for _ in range(15)])
+    assert noise.std() == pytest.approx(2.0 * CLIP / CLIENTS, rel=0.35)
 
 
 def test_too_few_results_open_nothing_and_leave_the_model():

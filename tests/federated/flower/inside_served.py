@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import stat
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from shoal.cli.app import app
 from shoal.errors import LaunchError, UserError
-from shoal.federated.flower import node
+from shoal.federated.flower import keys, node
 from shoal.federated.flower.keys import make_keys, private_bytes, server_files
 from shoal.federated.flower.link import OVER
 from shoal.federated.flower.private import begin_run
@@ -86,6 +87,39 @@ def test_the_reply_of_a_client_that_leaves_at_once_is_not_lost():
         assert sorted(each.has_error() for each in replies) == [False, True], "the other one was never answered"
     finally:
         link.end()
+
+
+def waits(client: Node) -> str:
+    """What a client says of a server that it cannot sign in at."""
+    said: list[str] = []
+    with pytest.raises(LaunchError, match="has not answered"):
+        node.serve(client, None, 0, lambda: False, 0.2, said.append)
+    return "\n".join(said)
+
+
+def test_a_client_is_told_at_once_why_it_cannot_come_in(tmp_path):
+    """Nobody there; another name; one end with TLS and the other without."""
+    make_keys(tmp_path / "here", 1, ["127.0.0.1"])
+    make_keys(tmp_path / "there", 1, ["server.example"])
+    key = private_bytes(tmp_path / "here" / "clients" / "0.key")
+    roots = {name: tmp_path / name / "ca.crt" for name in ("here", "there")}
+    for name in ("here", "there", None):
+        tls = None if name is None else (tmp_path / name / "server.crt", tmp_path / name / "server.key")
+        link = SuperLink("127.0.0.1", 0, None, tls, patience=10.0)
+        address = f"127.0.0.1:{link.port}"
+        link.begin()
+        try:
+            if name == "there":
+                with pytest.raises(UserError, match=r"no certificate that this client trusts.*its certificate names"):
+                    Node(address, key, roots[name]).sign_in()
+            if name == "here":
+                assert waits(Node(address, None, None)).count("hangs up on --insecure") == 1
+            if name is None:
+                with pytest.raises(UserError, match="started with --insecure"):
+                    Node(address, key, roots["here"]).sign_in()
+        finally:
+            link.end()
+    assert waits(Node(address, None, None)).count("refused") == 1
 
 
 @pytest.mark.matrix
@@ -286,7 +320,7 @@ def test_nothing_is_left_of_a_mesh_or_a_server(tmp_path, number):
             free.bind(("127.0.0.1", federation.port))
 
 
-def test_keys_are_private_and_what_is_missing_is_said(tmp_path):
+def test_keys_are_private_and_what_is_missing_is_said(tmp_path, monkeypatch):
     made = CliRunner().invoke(app, ["fed", "keys", str(tmp_path), "--clients", "2", "--host", "example.org"])
     assert made.exit_code == 0, made.output
     make_keys(tmp_path, 1, ["localhost"])  # one more, under the same certificate
@@ -307,6 +341,19 @@ def test_keys_are_private_and_what_is_missing_is_said(tmp_path):
         private_bytes(tmp_path / "clients" / "9.key")
     with pytest.raises(UserError, match="cannot be read"):
         server_files(tmp_path / "none")
+    make_keys(tmp_path / "other", 1, ["localhost"])
+    other = (tmp_path / "other" / "server.key").read_bytes()
+    (tmp_path / "server.key").write_bytes(other)
+    with pytest.raises(UserError, match=r"server.crt is no certificate of .*server.key"):
+        server_files(tmp_path)
+    (tmp_path / "server.crt").write_text("none")
+    with pytest.raises(UserError, match=r"server.crt is no certificate of .*server.key"):
+        server_files(tmp_path)
+    monkeypatch.setattr(keys, "DAYS", 0)
+    make_keys(tmp_path / "late", 1, ["localhost"])
+    with pytest.raises(UserError, match=r"valid until 20.*another directory"):
+        server_files(tmp_path / "late")
+    shutil.copytree(tmp_path / "other", tmp_path, dirs_exist_ok=True)
     (tmp_path / "clients" / "0.pub").write_text("none")
     with pytest.raises(UserError, match="no public key in PEM"):
         server_files(tmp_path)

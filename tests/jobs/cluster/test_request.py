@@ -36,6 +36,8 @@ def test_times(time: str | int, seconds: int) -> None:
         ({"time": "9" * 400}, "cluster.time = '999"),
         ({"time": 10**400}, "cluster.time = 1000"),
         ({"nodes": 0}, "cluster.nodes = 0: give at least 1"),
+        ({"nodes": 10**9}, "cluster.nodes = 1000000000: give at least 1 and at most 1048576"),
+        ({"gpus": 5000}, "cluster.gpus = 5000: give at least 1 and at most 4096"),
         ({"gpus": 0}, "cluster.gpus = 0: give at least 1"),
         ({"nodes": 2, "least": 3}, "cluster.least = 3: give a number from 1 to cluster.nodes = 2"),
         ({"cpus": 0.0}, "cluster.cpus = 0.0: give a number above 0"),
@@ -77,6 +79,8 @@ def test_a_job_asks_for_its_ranks_and_its_directory(job_file: Path) -> None:
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_it_waits(job_file: Path) -> None:
+    with pytest.raises(UserError, match=r"cluster\.nodes = 1000000 with 2 ranks each .* are 2000000 .* fewer nodes"):
+        read_request(job_file, ["cluster.nodes=1000000", "plan.dp=2"])
     with pytest.raises(UserError, match=r"plan\.dp = 3|dp = 4 works"):
         read_request(job_file, ["plan.dp=3"])
 
@@ -153,9 +157,10 @@ def test_cloudml_fields(tmp_path: Path, suffix: str) -> None:
         ({"memory_limit": "1K"}, "at least 2M"),
         ({"memory_limit": "9" * 400 + "G"}, "give a number with K, M or G"),
         ({"cpu_limit": "9" * 400}, "give a number of cores"),
-        ({"gpu_limit": "9" * 5000}, "give a whole number from 1 up"),
-        ({"gpu_limit": 0}, "give a whole number from 1 up"),
-        ({"worker_count": True}, "give a whole number from 1 up"),
+        ({"gpu_limit": "9" * 5000}, "give a whole number from 1 to 4096"),
+        ({"gpu_limit": 0}, "give a whole number from 1 to 4096"),
+        ({"worker_count": True}, "give a whole number from 1 to 1048576"),
+        ({"worker_count": 10**9 - 1}, "worker_count = 999999999: give a whole number from 1 to 1048576"),
         ({"prepare_command": ""}, "prepare_command = '': give a text"),
         ({"worker_cuont": 2}, 'there is no field "worker_cuont". Did you mean "worker_count"?'),
         ({"trainer_uri": "https://a/b.tar.gz"}, "install the package in prepare_command"),

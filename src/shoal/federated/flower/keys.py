@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,14 +115,28 @@ def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 def server_files(folder: Path) -> tuple[Path, Path, list[bytes]]:
     """Returns the files of the server's certificate and key, and the public keys of its clients, by number. Raises
-    UserError where one is missing, or a private key is not private."""
+    UserError where one is missing, a private key is not private, or the certificate is of another key or too old."""
     certificate, key = folder / "server.crt", folder / "server.key"
-    _read(certificate)
-    private_bytes(key)
+    _check_pair(certificate, key)
     public = sorted((folder / "clients").glob("*.pub"), key=lambda each: (len(each.stem), each.stem))
     if not public:
         raise UserError(f"{folder / 'clients'} has no public key (*.pub): no client could sign in. {REMEDY}")
     return certificate, key, [_canonical(each) for each in public]
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    content = _read(certificate)
+    private_bytes(key)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        until = x509.load_pem_x509_certificate(content).not_valid_after_utc
+    except (ssl.SSLError, ValueError) as error:
+        raise UserError(f"{certificate} is no certificate of {key}: {error}. {REMEDY}") from error
+    if until < datetime.datetime.now(datetime.UTC):
+        raise UserError(
+            f"{certificate} was valid until {until:%Y-%m-%d}: have `shoal fed keys` make another directory, and give "
+            "clients its keys"
+        )
 
 
 REMEDY = "`shoal fed keys DIR --clients N` makes all of them"

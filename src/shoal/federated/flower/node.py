@@ -30,12 +30,12 @@ def serve(
     own ranks are lost, is raised afterwards. Raises UserError where the server refuses this client.
     """
     contexts: dict[int, Context] = {}
-    signed_in, heard, rest, failed = False, time.monotonic(), FIRST_REST, ""
+    signed_in, told, heard, rest, failed = False, False, time.monotonic(), FIRST_REST, ""
     while not stopped():
         try:
             if not signed_in:
                 node.sign_in()
-                signed_in = True
+                signed_in, told = True, False
                 say(f"signed in at {node.address}")
             message, heard = node.receive(), time.monotonic()
             if message is None:
@@ -61,14 +61,14 @@ def serve(
             if lost is not None:
                 raise lost
         except Away as error:
-            if signed_in:
-                say(f"the server at {node.address} does not answer, and is asked again")
+            if not told:
+                say(f"the server at {node.address} does not answer ({error}), and is asked again")
             if time.monotonic() - heard > patience:
                 raise LaunchError(
                     f"the server at {node.address} has not answered for {patience:.0f} s ({error}): start it, or wait "
                     "longer with --wait"
                 ) from error
-            signed_in = False
+            signed_in, told = False, True
             time.sleep(rest)
             rest = min(LONGEST_REST, rest * 1.2)
     return False

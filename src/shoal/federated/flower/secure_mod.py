@@ -60,6 +60,7 @@ def secure_mod(message: Message, context: Context, call_next: ClientAppCallable)
     if stage == TRAIN:
         _narrow(kept, list(told["nodes"]))
         kept["boxes"], kept["next"] = told["boxes"], UNMASK
+        del message.content[SECURE]  # mods below, such as one that clips, expect what the strategy alone sends
         return _masked(call_next(message, context), message, kept)
     answer = _opened(told, kept)
     del context.state[SECURE]
@@ -116,7 +117,7 @@ def _masked(reply: Message, asked: Message, kept: ConfigRecord) -> Message:
         for node, key in zip(nodes, list(kept["masks"]), strict=True)
         if node != me
     }
-    words = masked(to_words(np.append(vector, weight)), _bytes(kept, "own"), me, pairs)
+    words = masked(to_words(np.append(vector, weight), len(nodes)), _bytes(kept, "own"), me, pairs)
     content = RecordDict(
         {
             "arrays": ArrayRecord({SECURE: private.Array(words)}),

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.errors import UserError, check_names
 from shoal.jobs.cluster.table import LEAST_MEMORY
+from shoal.plan import MOST_RANKS, MOST_RANKS_OF_A_HOST
 
 _INSTALL = "install the package in prepare_command"
 _ADD = "add it to the document that `shoal jobs render` prints"
@@ -117,8 +118,9 @@ def _count(field: str, value: Any, where: str) -> int | None:
     """Returns a count; a text of digits counts too, as the service's command line writes one."""
     if value is None:
         return None
-    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)) or int(value) < 1:
-        raise UserError(f"{where}: {field} = {value!r:.100}: give a whole number from 1 up, or leave it out")
+    most = MOST_RANKS_OF_A_HOST if field == "gpu_limit" else MOST_RANKS
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)) or not 1 <= int(value) <= most:
+        raise UserError(f"{where}: {field} = {value!r:.100}: give a whole number from 1 to {most}, or leave it out")
     return int(value)
 
 

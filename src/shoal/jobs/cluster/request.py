@@ -14,7 +14,9 @@ from shoal.jobs.cluster import cloudml
 from shoal.jobs.cluster.table import Cluster
 from shoal.jobs.config import Job
 from shoal.jobs.imports import imports
-from shoal.jobs.read import parse_job, read_toml
+from shoal.jobs.read import parse_job
+from shoal.plan import MOST_RANKS
+from shoal.toml import read_toml
 
 MOST_NAME = 40
 """Characters of a name at most: Kubernetes takes 63, of which its controllers need some."""
@@ -79,10 +81,15 @@ def read_request(path: Path, assignments: Sequence[str] = ()) -> Request:
     if path.suffix == ".json":
         raise UserError(f"{path} has no field of Cloud-ML's (job_name, module_name), and a job file of Shoal is TOML")
     job, origins = parse_job(content, assignments, where=str(path), default_dir=f"runs/{path.stem}")
-    ranks = _ranks(job)
+    ranks, hosts = _ranks(job), job.cluster.hosts
+    if ranks * hosts > MOST_RANKS:
+        raise UserError(
+            f"cluster.nodes = {hosts} with {ranks} ranks each (run.nproc or cluster.gpus) are {ranks * hosts} ranks, "
+            f"and a job has at most {MOST_RANKS}: give fewer nodes, or fewer ranks of each"
+        )
     with imports():
         from shoal.jobs.ranks import spread
-    spread(job, origins, ranks * job.cluster.hosts)  # refuses a plan that does not fit, before the job waits for hosts
+    spread(job, origins, ranks * hosts)  # refuses a plan that does not fit, before the job waits for hosts
     given = (*assignments, *(() if "run.dir" in origins else (f"run.dir={json.dumps(job.run.dir)}",)))
     name, run_dir, fixed = name_of(path.stem), Path(job.run.dir), bool(job.run.at)
     return Request(name, job.cluster, ranks, run_dir, Path.cwd(), path.resolve(), given, fixed=fixed)
@@ -96,7 +103,7 @@ def name_of(text: str) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     if path.suffix != ".json":
-        return read_toml(path)
+        return read_toml(path, "job file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

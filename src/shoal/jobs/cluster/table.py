@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from shoal.errors import UserError
-from shoal.plan import nbytes
+from shoal.plan import MOST_RANKS, MOST_RANKS_OF_A_HOST, nbytes
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LEAST_MEMORY = 2**20
@@ -49,10 +49,10 @@ class Cluster:
     options: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "gpus"):
+        for key, most in (("nodes", MOST_RANKS), ("gpus", MOST_RANKS_OF_A_HOST)):
             value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UserError(f"cluster.{key} = {value}: give at least 1, or leave it out")
+            if value is not None and not 1 <= value <= most:
+                raise UserError(f"cluster.{key} = {value}: give at least 1 and at most {most}, or leave it out")
         if self.least is not None and not 1 <= self.least <= self.hosts:
             raise UserError(f"cluster.least = {self.least}: give a number from 1 to cluster.nodes = {self.hosts}")
         if self.cpus is not None and not self.cpus > 0:

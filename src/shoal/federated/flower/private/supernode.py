@@ -37,7 +37,7 @@ class Node:
     def __init__(self, address: str, key: bytes | None, root: Path | None) -> None:
         private = asymmetric.bytes_to_private_key(key) if key is not None else asymmetric.generate_key_pairs()[0]
         self._public, self._registers = asymmetric.public_key_to_bytes(private.public_key()), key is None
-        self.address = address
+        self.address, self._plain = address, root is None
         signing = [
             RuntimeVersionHttpInterceptor(component_name="SuperNode"),
             NodeAuthHttpInterceptor(private, private.public_key()),
@@ -71,14 +71,26 @@ class Node:
                 ) from error
             raise Away(str(error)) from error
         except httpx.TransportError as error:
-            if "certificate" in str(error).lower() or "ssl" in str(error).lower():
-                raise UserError(
-                    f"the server at {self.address} has no certificate that this client trusts ({error}): give the "
-                    "--certificates that it was started with, and an address that its certificate names"
-                ) from error
-            raise Away(str(error)) from error
+            raise self._unreached(error) from error
         if not self._beats.is_alive():
             self._beats.start()
+
+    def _unreached(self, error: httpx.TransportError) -> UserError | Away:
+        """Returns what a connection that could not be had means."""
+        said = str(error)
+        if "certificate" in said.lower():
+            return UserError(
+                f"the server at {self.address} has no certificate that this client trusts ({said}): give the "
+                "--certificates that it was started with, and an address that its certificate names"
+            )
+        if "ssl" in said.lower():
+            return UserError(
+                f"the server at {self.address} does not speak TLS with this client ({said}): if it was started with "
+                "--insecure, start it with --certificates"
+            )
+        if self._plain and isinstance(error, httpx.RemoteProtocolError):
+            return Away(f"{said.rstrip('.')}: one that was started with --certificates hangs up on --insecure")
+        return Away(said)
 
     def _beat(self) -> None:
         told = heartbeat_pb2.SendNodeHeartbeatRequest(
