@@ -423,12 +423,19 @@ def with_an_embedding_by_frequency():
     return model
 
 
+def with_a_buffer_of_its_weights():
+    model = CASES["gpt"].factory()
+    nn.utils.parametrizations.spectral_norm(model.blocks[0].mlp.down)
+    return model
+
+
 STRANGE = {
     "by-hand": lambda: Mixing(Averaging()),
     "convolution": lambda: Mixing(nn.Conv1d(12, 12, 3, padding=1)),
     "head-norm": with_a_norm_of_each_head,
     "eager": eager,
     "by-frequency": with_an_embedding_by_frequency,
+    "spectral": with_a_buffer_of_its_weights,
 }
 
 
@@ -453,6 +460,7 @@ def steps_refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) 
         ("lstm", {"cp": 2}, {}, "takes no position_ids"),
         ("resnet-batchnorm", {"cp": 2}, {}, "BatchNorm would count them as samples"),
         ("by-frequency", {"cp": 2}, {}, "divide its gradients by how often a token is in that part"),
+        ("spectral", {"cp": 2}, {}, 'Engine(buffers="averaged")'),
         ("mixing-losses", {"cp": 2}, {}, "auxiliary losses ('own',)"),
         ("gpt", {"cp": 2, "exchange": "diloco"}, {}, "lets ranks train apart that share each row"),
         ("llama", {"cp": 2}, {"rows": {"attention_mask": torch.tensor([1] * 9 + [0] * 3)}}, "takes no attention_mask"),
