@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from shoal.comm.simulation import simulate_world
 from shoal.engine import Engine
@@ -474,6 +475,21 @@ def test_a_module_that_is_given_others_is_confirmed_in_what_has_them():
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, adapted_by_size):
         assert losses == pytest.approx(alone, rel=1e-9)
         assert any("up_proj.lora_A.default column 4 x 16 2 x 16" in row for row in rows_of(layers))
+
+
+def pruned() -> nn.Module:
+    model = Shared()
+    prune.random_unstructured(model.up, "weight", amount=0.5)
+    return model
+
+
+def test_a_layer_whose_weight_is_a_product_with_a_mask_stays_whole():
+    """The mask is brought to the weight's dtype by `to`, which gives the mask itself: what it was made from was looked
+    for without end."""
+    alone = simulate_world(1, trained, {}, None, pruned)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, pruned):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "down stays whole: the model meets something that every rank has" in layers
 
 
 # dims

@@ -417,11 +417,25 @@ def with_a_loss_of_its_own(model: nn.Module, mb: dict[str, torch.Tensor]) -> Any
     return total, count, {"own": total * 0}
 
 
+def with_an_embedding_by_frequency():
+    model = CASES["gpt"].factory()
+    model.token_embedding.scale_grad_by_freq = True
+    return model
+
+
+def with_a_buffer_of_its_weights():
+    model = CASES["gpt"].factory()
+    nn.utils.parametrizations.spectral_norm(model.blocks[0].mlp.down)
+    return model
+
+
 STRANGE = {
     "by-hand": lambda: Mixing(Averaging()),
     "convolution": lambda: Mixing(nn.Conv1d(12, 12, 3, padding=1)),
     "head-norm": with_a_norm_of_each_head,
     "eager": eager,
+    "by-frequency": with_an_embedding_by_frequency,
+    "spectral": with_a_buffer_of_its_weights,
 }
 
 
@@ -445,6 +459,8 @@ def steps_refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) 
     [
         ("lstm", {"cp": 2}, {}, "takes no position_ids"),
         ("resnet-batchnorm", {"cp": 2}, {}, "BatchNorm would count them as samples"),
+        ("by-frequency", {"cp": 2}, {}, "divide its gradients by how often a token is in that part"),
+        ("spectral", {"cp": 2}, {}, 'Engine(buffers="averaged")'),
         ("mixing-losses", {"cp": 2}, {}, "auxiliary losses ('own',)"),
         ("gpt", {"cp": 2, "exchange": "diloco"}, {}, "lets ranks train apart that share each row"),
         ("llama", {"cp": 2}, {"rows": {"attention_mask": torch.tensor([1] * 9 + [0] * 3)}}, "takes no attention_mask"),

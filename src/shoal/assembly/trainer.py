@@ -148,6 +148,8 @@ def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
     module, parallelized, device = local.module, local.parallelized, local.ranks.world.device
     fixed, partners = no_fixed_cut(recipe.microbatch, recipe.sync_bn), memory.exchange.partners
     by_plan = bool(local.ranks.plan.compile)
+    if module.training:  # as it was made: nobody has asked layers with a `train` of their own yet
+        module.train()
     effects = Effects(
         module,
         RunningStatistics(module),

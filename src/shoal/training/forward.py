@@ -134,14 +134,13 @@ class Forward:
 
         def run(microbatch: Mapping[str, Tensor]) -> Sums:
             self.randomness.begin(batch.step, ids)
-            with self.keyed():
+            with self.keyed(), self.effects.of(False), attributes_put_back(self.module):  # each finds the same
                 return self.sums(microbatch)
 
         with ExitStack() as stack:
             for each in (torch.no_grad(), keep_generators([self.randomness.device]), as_written(), self.rows()):
                 stack.enter_context(each)
-            for each in (self.effects.of(False), attributes_put_back(self.module), self.intact.aside()):
-                stack.enter_context(each)
+            stack.enter_context(self.intact.aside())
             stack.enter_context(self.gather.step("try out"))
             microbatch = self.load(batch, ids)
             for axis in sharing:

@@ -38,10 +38,7 @@ class ContextParallel(Axis):
 
         Raises UserError, on every rank alike, for a model in which other layers look at several tokens.
         """
-        if any(isinstance(part, _BatchNorm) for part in parts):
-            raise UserError(
-                "plan.cp > 1 gives each rank a part of each row: the model's BatchNorm would count them as samples"
-            )
+        _check_layers(parts)
         self.context = Context(self.group, self._attention, self._lane() if self._how == "ring" else None)
         self.noted = [self.context]
         self.context.watch(module)
@@ -74,3 +71,17 @@ class ContextParallel(Axis):
 
     def end(self) -> None:
         self.context.close()
+
+
+def _check_layers(parts: Iterable[nn.Module]) -> None:
+    """Raises UserError for a layer that counts tokens, of which a rank has a part."""
+    why = "plan.cp > 1 gives each rank a part of each row: "
+    for part in parts:
+        if isinstance(part, _BatchNorm):
+            raise UserError(f"{why}the model's BatchNorm would count them as samples")
+        by_frequency = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq
+        if by_frequency and part.weight.requires_grad:
+            raise UserError(
+                f"{why}an embedding with scale_grad_by_freq would divide its gradients by how often a token is in "
+                "that part. Take plan.cp = 1, or leave scale_grad_by_freq out"
+            )

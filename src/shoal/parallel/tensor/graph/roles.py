@@ -97,7 +97,8 @@ class _Finding:
 
     def _forward(self, op: Op) -> None:
         for result in op.outputs:
-            self._made.setdefault(id(result), op)
+            if not any(result is each for each in op.inputs):  # `x.to(dtype)` may give x itself
+                self._made.setdefault(id(result), op)
             if result.is_floating_point() and op.name != "detach" and any(id(x) in self._grads for x in op.inputs):
                 self._grads.add(id(result))
         use = self._uses.get(id(op))
@@ -173,7 +174,7 @@ class _Finding:
         else:
             named = [name for name, each in call.module._buffers.items() if each is tensor]
             if not named:
-                self._bad(self.cut(tensor), f"{call.name} meets something that every rank has")
+                self._bad(self.cut(tensor), f"{call.name or 'the model'} meets something that every rank has")
             self.roles.buffers.setdefault(call.name, set()).update(named)
 
     # backward: where gradients are those of a part
