@@ -206,12 +206,18 @@ def test_a_second_forward_finds_all_as_the_first(option, dropout):
     )
 
 
+class Rectified(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rrelu(x, training=self.training)
+
+
+@pytest.mark.parametrize("kind", [nn.RReLU, Rectified])
 @pytest.mark.parametrize("option", ["full", "selective"])
-def test_noise_that_a_kernel_fills_once_it_is_saved_is_found_as_it_was(option):
+def test_noise_that_a_kernel_fills_once_it_is_saved_is_found_as_it_was(option, kind):
     """Backward computed with memory that nothing had written."""
 
     def rectified() -> nn.Module:
-        blocks = [nn.Sequential(nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.RReLU()) for _ in range(2)]
+        blocks = [nn.Sequential(nn.Linear(teacher.INPUTS, teacher.INPUTS), kind()) for _ in range(2)]
         return nn.Sequential(*blocks, nn.Linear(teacher.INPUTS, teacher.OUTPUTS))
 
     plain, again = (trained(rectified, Plan(recompute=each)) for each in ("none", option))

@@ -34,6 +34,7 @@ from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffer_values import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
 from shoal.module.functional import weights_of
+from shoal.module.late_noise import fills_late
 from shoal.module.meter import Meter, in_functorch
 from shoal.module.random import host_draws, host_state
 from shoal.module.selective import SAVE, Contexts, keeping
@@ -194,15 +195,13 @@ class _Block:
             repeated: list[Callable[[], AbstractContextManager[Any]]] = [partial(attributes_as_found, plain), draws]
             repeated += [*makers, partial(self._as_found, found), partial(_in_place_of_own, weights)]
             both = first, _Anew([*repeated, given.found_again, second])
-            # RReLU's noise is saved before its kernel fills it, where a second forward that has all ends
-            early = not any(isinstance(each, nn.RReLU) for each in module.modules())
             try:
                 return checkpoint(
                     lambda *_: given.run(run),
                     *given.devices(),
                     use_reentrant=False,
                     context_fn=lambda: both,
-                    early_stop=early,
+                    early_stop=not fills_late(module),
                 )
             except Exception:
                 failed = True
