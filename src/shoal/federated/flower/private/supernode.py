@@ -88,7 +88,7 @@ class Node:
                 f"the server at {self.address} does not speak TLS with this client ({said}): if it was started with "
                 "--insecure, start it with --certificates"
             )
-        if self._plain and isinstance(error, httpx.RemoteProtocolError):
+        if self._plain and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
             return Away(f"{said.rstrip('.')}: one that was started with --certificates hangs up on --insecure")
         return Away(said)
 
