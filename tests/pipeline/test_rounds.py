@@ -152,10 +152,11 @@ def test_a_rank_with_two_stages_sends_as_much_as_with_one(schedule, options, hos
     check(one, Deep, {})
     check(two, Deep, {})
     assert [each[2:] for each in two] == [each[2:] for each in one]
-    often = MICROBATCHES if options["zero"] else 1  # copies of the whole add up once a step
-    calls = 3 * often * 4  # three steps, four layers a rank
-    travels = "all_reduce" if "memory" in options else "reduce_scatter"
-    assert {each[2][travels] for each in two} == {(calls, calls * SMALL["chunk_bytes"])}
+    calls = {"reduce_scatter": 3 * MICROBATCHES * 4}  # three steps, four layers a rank
+    if not options["zero"]:  # of a rank alone; copies of the whole add up once a step
+        calls["all_reduce"] = 3 * 4
+    expected = {operation: (number, number * SMALL["chunk_bytes"]) for operation, number in calls.items()}
+    assert all(each[2] == expected for each in two)
     moved = MICROBATCHES * 4 * SMALL["chunk_bytes"] if "memory" in options else None
     assert all(each[3] == ({(moved, moved)} if moved else set()) for each in two)
 
@@ -175,6 +176,16 @@ def test_copies_of_a_chunk_add_up_once_a_step(model, plan, size, copied):
             "reduce_scatter": 3 * MICROBATCHES * chunks,
             "all_reduce": 3 * copied,
         }
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "size"),
+    [(Tied, {"pp": 2, "dp": 2, "zero": 2}, 2), (Deep, {"dp": 4, "shard": 2, "zero": 2}, 1)],
+    ids=str,
+)
+def test_an_exchange_that_reduces_over_all_adds_no_copies_again(model, plan, size):
+    inside = {"name": "hierarchical", "ranks_per_host": 2, "chunk_bytes": SMALL["chunk_bytes"]}
+    check(run_ranks(train, 4, model, {**plan, "exchange": inside}, size), model, {}, size)
 
 
 @pytest.mark.parametrize("model", [Deep, Tied, Loose, Idle])
