@@ -234,10 +234,11 @@ def one_set(
     chosen = dict[str, dict[str, Any]]()
     for budget, rows in within_budgets(list(ran_now.values())).items():
         chosen |= {f"{of}{budget}": judged(rows, of) for of in ("predicted", "learnt")}
-        first = min((key for key, row in ran_now.items() if row in rows), key=lambda key: ran_now[key]["predicted_ms"])
+        chosen_row = min(rows, key=lambda row: row["predicted_ms"])
+        first = next(key for key, row in ran_now.items() if row is chosen_row)
         off = steps_off(name, group, first, arguments.pairs, arguments.steps)
         chosen[f"predicted{budget}"] |= {"error": statistics.median(off), "errors": off}
-    whole = {
+    found = {
         "model": name,
         "link": link_name,
         "carrier": carriers[0],
@@ -246,7 +247,7 @@ def one_set(
         "judged": chosen,
         "rows": list(ran_now.values()),
     }
-    return with_tried(whole)
+    return with_tried(found)
 
 
 def _key(each: Estimate) -> Choice:

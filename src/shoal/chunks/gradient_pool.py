@@ -98,14 +98,13 @@ def bring_home(new: Tensor, home: Tensor, adds: bool, end: Callable[[Tensor], No
     sum as well. `end`: what is done to the sum, in place. Called on the lane: what goes from an accelerator to the host
     does so in the order of its stream, without a wait of the host."""
     away = is_accelerator(new.device) and home.is_cpu
-    if away and adds:
-        new.add_(home.to(new.device, non_blocking=True))
-    elif adds:
-        home.add_(new)
+    total, other = (new, home) if away else (home, new)
+    if adds:
+        total.add_(other.to(total.device, non_blocking=True))
     elif not away:
         home.copy_(new)
     if end is not None:
-        end(new if away else home)
+        end(total)
     if away:
         home.copy_(new, non_blocking=True)
     return away

@@ -32,7 +32,7 @@ def start_demo(nproc: int, directory: Path | None) -> int:
     """Trains the built-in job on `nproc` ranks in `directory` (default: a new one in runs/); returns the exit code."""
     directory = (directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     shown = os.path.relpath(directory)
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):  # it would go on from it
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):  # it would go on from it
         raise UserError(f"--dir {shown}: it is there already, and not an empty folder. Give another --dir")
     refuse_if_taken(directory)
     print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {shown}:\n", flush=True)
