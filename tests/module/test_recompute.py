@@ -11,13 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import Engine, Plan, UserError
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.models import GPT, MLP, GPTConfig, causal_lm, regression
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
-from shoal.module.compiling import recomputable
+from shoal.module.compiling import as_written, compile_blocks, recomputable
 from shoal.module.recompute import Recompute
 from shoal.pipeline.arrived import Box
 from shoal.pipeline.split_backward import input_half, weight_half
@@ -353,9 +354,120 @@ def test_compiled_blocks_are_computed_again_as_well(option, model):
     assert again[0] == pytest.approx(plain[0], rel=1e-6) and again[1] == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_operations_inside_compiled_blocks_cannot_be_selected():
-    with pytest.raises(UserError, match="sees no operations inside compiled blocks"):
-        trained(Moody, Plan(recompute="selective", compile="aot_eager"))
+class Changes(nn.Module):
+    """A block of one graph that changes results of products in place, and a buffer by which it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.BatchNorm1d(teacher.INPUTS)
+        self.register_buffer("mean", torch.ones(teacher.INPUTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x).add_(1)
+        before = 1 / self.mean
+        with torch.no_grad():
+            self.mean.lerp_(found.abs().mean(0), 0.5)
+        return x + nn.functional.dropout(torch.tanh(self.norm(found)) / self.mean * before, 0.0).relu_()
+
+
+def kept_by(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that backward of a forward keeps, weights not counted; runs both."""
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(x)
+    output.square().sum().backward()
+    return sum(nbytes for key, nbytes in found.items() if key not in weights)
+
+
+def test_compiled_blocks_keep_results_of_some_operations():
+    """Those that are named: not those that other blocks of the class keep."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.ModuleList(Changes() for _ in range(3)))
+    ways: dict[str, list[str] | None] = {"written": None, "compiled": None, "products": ["matmul"], "nothing": []}
+    models = {name: copy.deepcopy(plain) for name in ways}
+    for name, save in ways.items():
+        models[name].forward = partial(_in_turn, models[name][0])
+        if name != "written":
+            compile_blocks(models[name], "aot_eager")
+        if save is not None:
+            Recompute(recomputable(models[name]), {"name": "selective", "save": save}, backend="aot_eager")
+    for step in range(2):
+        x = torch.randn(8, teacher.INPUTS, generator=torch.Generator().manual_seed(step), requires_grad=True)
+        bytes_of = {name: kept_by(model, x) for name, model in models.items()}
+        assert bytes_of["nothing"] < bytes_of["products"] < bytes_of["compiled"]
+        for own in (models["products"], models["nothing"]):
+            for values in (nn.Module.parameters, nn.Module.buffers):
+                for one, other in zip(values(models["written"]), values(own), strict=True):
+                    torch.testing.assert_close(getattr(one, "grad", None), getattr(other, "grad", None))
+                    torch.testing.assert_close(one, other)
+
+
+def _in_turn(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+SELECTIVE = {"recompute": "selective", "compile": "aot_eager"}
+
+
+def selected(world: World, given: dict[str, Any]) -> list[tuple[float, float | None]]:
+    running = Engine(gpt, causal_lm, teacher.ADAMW, Plan(**given), global_batch=8, microbatch=2, world=world)
+    try:
+        return [(each.loss, each.grad_norm) for each in map(running.step, running.batches(text(sequence=32), steps=3))]
+    finally:
+        running.close()
+
+
+SPREAD = [
+    {"dp": 2, "zero": 3},
+    pytest.param({"pp": 2, "schedule": "zb1p"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "memory": {}}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "recompute": {"name": "blocks", "selective": 2, "full": 1}}, marks=pytest.mark.matrix),
+]
+
+
+@pytest.mark.parametrize("given", SPREAD, ids=str)
+def test_compiled_blocks_that_keep_results_go_with(given):
+    plain = selected(World.single(), {})
+    for one, other in zip(plain, simulate_world(2, selected, SELECTIVE | given)[0], strict=True):
+        assert other == pytest.approx(one, rel=2e-6)
+
+
+def test_an_observer_sees_the_operations_of_compiled_blocks_that_keep_results():
+    running = Engine(gpt, causal_lm, teacher.ADAMW, Plan(**SELECTIVE), global_batch=4, microbatch=4)
+    seen: list[Any] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    with as_written(), Seeing():
+        running.step(next(running.batches(text(sequence=32))))
+    running.close()
+    products = torch.ops.aten.addmm.default, torch.ops.aten.mm.default
+    assert sum(each in products for each in seen) > LAYERS * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        (Moody, {}, '_Mood is not one graph for torch.compile .*side effect.* take "full", or compile = false'),
+        (partial(MLP, [teacher.INPUTS, 8, 8, teacher.OUTPUTS]), {}, "takes a model's repeated blocks"),
+        (gpt, {"save": ["mm"]}, "save = .*'mm'.*: give a list of matmul, attention, convolution"),
+    ],
+)
+def test_compiled_blocks_of_which_nothing_can_be_selected(model, given, said):
+    option = {"name": "selective", **given}
+    with pytest.raises(UserError, match=said):
+        trained(model, Plan(recompute=option, compile="aot_eager"))
 
 
 def test_a_copy_of_the_module_has_its_own_weights():

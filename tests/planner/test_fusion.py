@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.errors import UserError
 from shoal.models import build
 from shoal.plan import Plan
 from shoal.planner import Subject
-from shoal.planner.compiled import why_not_compiled
+from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.counts import Counts
 from shoal.precision import precision
 
@@ -83,7 +84,21 @@ def test_a_block_that_is_not_one_graph_is_named() -> None:
     assert "Choosing is not one graph" in why_not_compiled(subject)
 
 
-def test_the_blocks_of_a_gpt_are_graphs() -> None:
-    made = build({"name": "gpt", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 64, "sequence": 8})
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_blocks_of_a_gpt_are_graphs(dropout: float) -> None:
+    """They keep results of operations as well, but where they draw, at which keyed dropout breaks a graph."""
+    sizes = {"layers": 2, "d_model": 16, "heads": 2, "vocab_size": 64, "sequence": 8}
+    made = build({"name": "gpt", **sizes, "dropout": dropout})
     row = {key: torch.zeros(8, dtype=torch.int64) for key in ("input_ids", "labels")}
-    assert why_not_compiled(Subject(made.factory, made.loss, row, 1, precision("bf16"), Plan())) == ""
+    subject = Subject(made.factory, made.loss, row, 1, precision("bf16"), Plan())
+    assert why_not_compiled(subject) == ""
+    assert keeps_inside(subject, {"recompute": "full"}) == (not dropout)
+    if dropout:
+        with pytest.raises(UserError, match=r'it draws numbers .*: take "full", or compile = false'):
+            keeps_inside(subject, {"recompute": "selective"})
+
+
+def test_blocks_that_count_their_calls_keep_no_results_of_operations() -> None:
+    sample = {"x": torch.zeros(4)}
+    subject = Subject(Model, lambda module, batch: (module(batch["x"]).sum(), 4), sample, 1, precision("fp32"), Plan())
+    assert not keeps_inside(subject, {})

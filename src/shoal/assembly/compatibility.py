@@ -271,13 +271,14 @@ def check_no_flush(
 
 
 def check_recompute(plan: Plan) -> None:
-    """Raises UserError where the operations that are to be kept are inside compiled blocks."""
-    name = option_name(plan.recompute, "recompute")
-    if plan.compile and (
-        name == "selective" or (name == "blocks" and option_parameters(plan.recompute).get("selective"))
-    ):
+    """Raises UserError where operations inside compiled blocks are to be kept that are no single graph."""
+    name, axes = option_name(plan.recompute, "recompute"), ("tp", "cp", "ep")
+    cut = [f"{axis} = {getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
+    some = name == "selective" or (name == "blocks" and option_parameters(plan.recompute).get("selective"))
+    if plan.compile and some and cut:
         raise UserError(
-            'plan.recompute = "selective" sees no operations inside compiled blocks: take another, or compile = false'
+            f'plan.recompute = "selective" keeps nothing of compiled blocks beside {cut[0]}, whose calls break their '
+            'graph: take "full", or compile = false'
         )
 
 

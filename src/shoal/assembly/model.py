@@ -211,7 +211,8 @@ def _recompute(
     if not anywhere(axes, bool(parts)):
         raise nothing_to_recompute()
     again = [randomness.again] if randomness.keyed else []
-    return Recompute(parts, ranks.plan.recompute, again, numbers_of(module, parts, numbered), len(numbered))
+    numbers = numbers_of(module, parts, numbered)
+    return Recompute(parts, ranks.plan.recompute, again, numbers, len(numbered), ranks.plan.compile)
 
 
 def anywhere(axes: Iterable[Axis], here: bool) -> bool:

@@ -19,13 +19,14 @@ from shoal.plan import Plan
 from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
 from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
-from shoal.planner.compiled import why_not_compiled
+from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, Ways, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.pins import check_traced
+from shoal.planner.policies import is_compiled
 from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
@@ -185,16 +186,22 @@ def _given(settled: Settled, whole: bool) -> int | None:
 
 
 def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:
-    """Searches; without compiled blocks, where those that it would have compiled cannot be. Returns the task that was
-    searched, what was found, and why blocks are not compiled."""
-    found = search(task)
-    if "compile" in task.pins or not any(each.choice.compile for each in found.best):
-        return task, found, ""
+    """Searches; without compiled blocks, where those that it would have compiled cannot be, and without what these
+    would keep of some operations, where they cannot. Returns the task that was searched, what was found, and why blocks
+    are not compiled."""
+    found, eager = search(task), ""
+    if not any(is_compiled(task, each.choice) for each in found.best):
+        return task, found, eager
     shallow = shallow_of(settled)
-    if not (why := why_not_compiled(subject_of(settled) if shallow is None else shallow[0])):
-        return task, found, ""
-    task = replace(task, compiled=False)
-    return task, search(task), why
+    subject = subject_of(settled) if shallow is None else shallow[0]
+    if "compile" not in task.pins and (eager := why_not_compiled(subject)):
+        task = replace(task, compiled=False)
+        return task, search(task), eager
+    of_operations = any("selective" in str(each.choice.recompute) for each in found.best)
+    if of_operations and not keeps_inside(subject, task.pins):
+        task = replace(task, selective=False)
+        found = search(task)
+    return task, found, eager
 
 
 def confirmed(settled: Settled, task: Task) -> Chosen:

@@ -145,6 +145,11 @@ def as_written() -> Iterator[None]:
                 _forced.close()
 
 
+def observed() -> bool:
+    """Whether what is compiled runs as it is written, for an observer."""
+    return _observers[0] > 0
+
+
 def _as_written_again() -> Again:
     return as_written
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 Backend = Callable[..., Callable[..., Any]]
+READ = "shoal_reads_what_changes"
+"""Of a node of a graph: it reads an input that the graph changes."""
 
 
 @cache
@@ -47,11 +49,12 @@ def _keep_reads(graph: GraphModule) -> bool:
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    nodes = [node for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes]
+    given = [node for node in nodes if node.op == "placeholder"]
     changed = {_storage(node) for node in given if getattr(node.meta.get("example_value"), "_version", 0)} - {None}
-    reads = [node for node in graph.graph.nodes if changed & {_storage(each) for each in node.all_input_nodes}]
+    reads = [node for node in nodes if changed & {_storage(each) for each in node.all_input_nodes}]
     for node in reads:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        node.meta["recompute"], node.meta[READ] = CheckpointPolicy.MUST_SAVE, True
     return bool(reads)
 
 

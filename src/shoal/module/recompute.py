@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -29,15 +29,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserError, check_choice
+from shoal.module.anew import Anew
 from shoal.module.attributes import attributes_as_found, plain_attributes
 from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffer_values import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks
+from shoal.module.compiling import observed
 from shoal.module.functional import weights_of
 from shoal.module.late_noise import fills_late
 from shoal.module.meter import Meter, in_functorch
 from shoal.module.random import host_draws, host_state
 from shoal.module.selective import SAVE, Contexts, keeping
+from shoal.module.selective_graphs import selective_graph
 from shoal.module.stand_in import modules_here
 from shoal.plan import Option, check_parameters, option_name, option_parameters
 
@@ -63,6 +66,7 @@ class Recompute:
     option: the plan's `recompute`
     again: make the contexts of a second forward, all of which it runs in
     places: the number of each of `blocks` among the `number` that the whole model has; None where these are all
+    backend: the plan's `compile`, by which the forwards of blocks are compiled
 
     Raises UserError for a wrong `option`. With "budget", call `decide` after the first step.
     """
@@ -74,8 +78,9 @@ class Recompute:
         again: Sequence[Again] = (),
         places: Sequence[int] | None = None,
         number: int | None = None,
+        backend: bool | str = False,
     ) -> None:
-        self.again = list(again)
+        self.again, self._backend = list(again), backend
         self._blocks = [_Block(block, self.again) for block in blocks]
         self._places = range(len(blocks)) if places is None else places
         self._number = len(blocks) if number is None else number
@@ -131,15 +136,19 @@ class Recompute:
         save: Sequence[str] = SAVE,
     ) -> None:
         whole, some = chosen_blocks(self._number, which, every, full, selective)
-        contexts = keeping(save)
         for place, block in zip(self._places, self._blocks, strict=True):
-            if place in whole or place in some:
-                block.wrap(None if place in whole else contexts)
+            if place in whole:
+                block.wrap()
+            elif place in some:
+                self._keep(block, save)
 
     def _selective(self, save: Sequence[str] = SAVE) -> None:
-        contexts = keeping(save)
         for block in self._blocks:
-            block.wrap(contexts)
+            self._keep(block, save)
+
+    def _keep(self, block: _Block, save: Sequence[str]) -> None:
+        """Has `block` keep what the operations `save` give."""
+        block.wrap(keeping(save), selective_graph(block.module, save, self._backend) if self._backend else None)
 
     def _budget(self, keep: float) -> None:
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
@@ -177,8 +186,9 @@ class _Block:
         """A key that is equal for blocks that keep equally many activations."""
         return type(self.module), tuple(tuple(parameter.shape) for parameter in self.module.parameters())
 
-    def wrap(self, contexts: Callable[[], Contexts] | None = None) -> None:
-        """Replaces the block's forward; `contexts` makes the contexts of a first forward and of its repetitions."""
+    def wrap(self, contexts: Callable[[], Contexts] | None = None, graph: Callable[..., Any] | None = None) -> None:
+        """Replaces the block's forward; `contexts` makes the contexts of a first forward and of its repetitions, which
+        a `graph` that is compiled needs none of."""
         self.flag, self.whole = True, contexts is None
 
         @wraps(type(self.module).forward)
@@ -186,6 +196,8 @@ class _Block:
             run = self._own or partial(type(module).forward, module)
             if not self.flag or module is not self.module or not torch.is_grad_enabled() or in_functorch():
                 return run(*args, **kwargs)
+            if graph is not None and not observed():
+                return graph(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             failed = False
             found, weights, plain = self._buffers(), weights_of(module), plain_attributes(module)
@@ -194,7 +206,7 @@ class _Block:
             draws = partial(host_draws, host_state())
             repeated: list[Callable[[], AbstractContextManager[Any]]] = [partial(attributes_as_found, plain), draws]
             repeated += [*makers, partial(self._as_found, found), partial(_in_place_of_own, weights)]
-            both = first, _Anew([*repeated, given.found_again, second])
+            both = first, Anew([*repeated, given.found_again, second])
             try:
                 return checkpoint(
                     lambda *_: given.run(run),
@@ -277,20 +289,3 @@ class _Found(NamedTuple):
     version: int
     owner: nn.Module
     key: str
-
-
-class _Anew(AbstractContextManager[None]):
-    """A context that makes and enters new contexts, one inside the other, each time it is entered."""
-
-    def __init__(self, makers: Sequence[Callable[[], AbstractContextManager[Any]]]) -> None:
-        self._makers = makers
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:  # one that fails ends those before it
-            for make in self._makers:
-                stack.enter_context(make())
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)

@@ -42,12 +42,17 @@ Contexts = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManage
 """That of a first forward, and a maker of that of each forward which repeats it."""
 
 
-def keeping(save: Sequence[str]) -> Callable[[], Contexts]:
-    """Returns what makes the contexts of a block of which the results of the operations `save` are kept."""
+def saved_by(save: Sequence[str]) -> frozenset[Any]:
+    """Returns the operations of these names. Raises UserError for one that is unknown."""
     unknown = [name for name in save if name not in OPERATIONS]
     if unknown or isinstance(save, str):
         raise UserError(f"plan.recompute: save = {save!r}: give a list of {', '.join(OPERATIONS)}")
-    saved = {operation for name in save for operation in OPERATIONS[name]}
+    return frozenset(operation for name in save for operation in OPERATIONS[name])
+
+
+def keeping(save: Sequence[str]) -> Callable[[], Contexts]:
+    """Returns what makes the contexts of a block of which the results of the operations `save` are kept."""
+    saved = saved_by(save)
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # were attention kept that draws its dropout, what draws after it would draw in backward what it drew

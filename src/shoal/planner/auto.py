@@ -23,7 +23,7 @@ from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
-from shoal.planner.compiled import why_not_compiled
+from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
@@ -99,14 +99,21 @@ def auto_plan(
         legal = legal_degrees(values, traced, length, machine.per_host)
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, given, legal)
         cores = any(device.on_host for device in machine.devices)
-        compiled = not cores and (cluster is not None or fuses(world.device)) and not why_not_compiled(subject)
+        asked = _with_compiled(asked, subject, not cores and (cluster is not None or fuses(world.device)))
         small = partial(small_optimizer, optimizer, [{}])
-        asked = probe(subject, replace(asked, compiled=compiled, optimizer=small), together=ran)
+        asked = probe(subject, replace(asked, optimizer=small), together=ran)
         plan, rows = as_replicable(asked, buffers, partial(_confirmed, subject=subject, optimizer=optimizer))
         return plan.to_dict(), rows
 
     table, rows = from_first(world.everyone, find, "auto_plan: ")
     return Plan.from_dict(table), rows
+
+
+def _with_compiled(asked: Task, subject: Subject, pays: bool) -> Task:
+    """What is `asked`, with what compiled blocks of the model of `subject` can do. `pays`: whether compiling may."""
+    compiled = pays and not why_not_compiled(subject)
+    selective = not (compiled or asked.pins.get("compile")) or keeps_inside(subject, asked.pins)
+    return replace(asked, compiled=compiled, selective=selective)
 
 
 def _settings(model: Callable[[], nn.Module], microbatch: int | None) -> dict[str, Any]:

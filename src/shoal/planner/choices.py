@@ -17,6 +17,7 @@ from shoal.pipeline.units import check_numbers
 from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import FIELDS, Spread, degrees
 from shoal.planner.estimates import Estimates
+from shoal.planner.policies import keeps_operations
 from shoal.planner.task import EXACT, Choice, Offload, Task
 
 WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -56,8 +57,11 @@ class Choices(Estimates):
     def firsts(self, spread: Spread) -> Iterator[Choice]:
         """The choices of these degrees with all on the device, and exact."""
         kinds = product(self._microbatches(spread), self._schedules(spread), self.compiles)
+        free = "compile" not in self.task.pins and "selective" in str(self.task.pins.get("recompute"))
         for rows, (schedule, chunks), compiled in kinds:
-            yield Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
+            choice = Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
+            if not free or keeps_operations(self.task, choice):
+                yield choice
 
     def _exchanges(self, spread: Spread, zero: int, away: Offload | None) -> Iterator[str]:
         """The exchanges that go with the rest of a choice, of those that may be."""
@@ -164,8 +168,7 @@ class Choices(Estimates):
         """Whether blocks are compiled, the fastest first."""
         if "compile" in self.task.pins:
             return (self.task.pins["compile"] in (True, "inductor"),)  # other backends fuse nothing
-        kept = "selective" in str(self.task.pins.get("recompute"))  # of operations, which compiled blocks do not show
-        return (True, False) if self.task.compiled and not kept else (False,)
+        return (True, False) if self.task.compiled else (False,)
 
 
 def island(task: Task) -> int:

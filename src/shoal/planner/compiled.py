@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
+from shoal.errors import UserError
 from shoal.module.build import build_blank, without_values
 from shoal.module.compiling import blocks
 from shoal.module.printed import printed
 from shoal.module.recompute import without_caches
+from shoal.module.selective_graphs import checkpointed
 from shoal.plan import Plan
 from shoal.planner.dry_run import run
 from shoal.planner.prepare import Subject, in_one_line, prepared
@@ -23,6 +27,21 @@ def why_not_compiled(subject: Subject) -> str:
     """Why the blocks of the model of `subject` are not compiled without being asked for: torch's compiler does not
     trace each of them into one graph; "" where it does. Each kind of block is traced on the meta device with what a dry
     run calls it with, which takes seconds. Raises UserError for a model that cannot be run dry."""
+    return _first_of_each(subject, _traced)
+
+
+def keeps_inside(subject: Subject, pins: Mapping[str, Any]) -> bool:
+    """Whether compiled blocks of the model of `subject`, each of which is one graph, can keep what some operations give
+    (see module/selective_graphs). Raises UserError where they cannot and `pins` ask for it, and for a model that cannot
+    be run dry."""
+    why = _first_of_each(subject, _selected)
+    if why and "selective" in str(pins.get("recompute")):
+        raise UserError(f'plan.recompute = "selective" beside plan.compile: {why}: take "full", or compile = false')
+    return not why
+
+
+def _first_of_each(subject: Subject, look: Callable[[nn.Module, Any, Any], str]) -> str:
+    """What `look` says against the first block of a kind, called as in a dry run; "" where it says nothing."""
     module = without_values(subject.factory)
     if module is None:
         return "the model cannot be made without its values"
@@ -36,7 +55,7 @@ def why_not_compiled(subject: Subject) -> str:
         key = repr((printed(block), shapes, calls))
         if calls and key not in known:
             known.add(key)
-            if why := _traced(block, *calls[0]):
+            if why := look(block, *tensors_of(calls[0], _blank)):
                 return f"{type(block).__name__} is not one graph for torch.compile: {why}"
     return ""
 
@@ -62,9 +81,25 @@ def _blank(shape: Shape) -> Tensor:
 
 def _traced(block: nn.Module, args: Any, kwargs: Any) -> str:
     """Why a block is not one graph; "" if it is."""
-    args, kwargs = tensors_of((args, kwargs), _blank)
     try:
         torch.compile(block.forward, backend="eager", fullgraph=True)(*args, **kwargs)
     except Exception as error:  # the compiler's, or of somebody else's code; it has many lines
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return ""
+
+
+def _selected(block: nn.Module, args: Any, kwargs: Any) -> str:
+    """Why a block is not one graph that keeps what some operations give: it changes something but its tensors, or it
+    draws, at which the graph breaks where dropout is keyed."""
+    drawn: list[str] = []
+
+    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            drawn.append(f"it draws numbers ({operation})")
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    try:
+        torch.compile(checkpointed(block.forward, policy), backend="eager", fullgraph=True)(*args, **kwargs)
+    except Exception as error:  # as above
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return drawn[0] if drawn else ""

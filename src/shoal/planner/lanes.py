@@ -11,13 +11,12 @@ from itertools import accumulate, pairwise
 from operator import is_
 from typing import Any
 
-from shoal.plan import option_name
 from shoal.planner.computing import HALVED, HALVED_TENSOR, python_of
 from shoal.planner.costs import POLICIES, Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
 from shoal.planner.pipes import Pace, cut, fill, slowest
-from shoal.planner.task import Choice, Task
+from shoal.planner.task import Choice
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
 """The kinds of blocks of a stage: a piece that has one, and the numbers of those in the stage among all blocks."""
@@ -249,16 +248,6 @@ BUSY = ("compute", "parts", "tokens", "experts")
 """Terms of what a rank does between messages of other stages."""
 GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
 """What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
-
-
-def policies_of(task: Task, compiled: bool = False) -> tuple[str, ...]:
-    """The ways to treat a block that are tried, or that the plan's `recompute` has, the one that keeps most first.
-    Compiled blocks show no operations whose results could be kept."""
-    given = task.pins.get("recompute")
-    if given is None:
-        return tuple(each for each in POLICIES if each in task.recompute and (each != "selective" or not compiled))
-    name = option_name(given, "recompute")
-    return POLICIES if name == "blocks" else (name if name in POLICIES else "none",)
 
 
 def by_policy(policies: tuple[str, ...], counts: Counts) -> dict[str, int]:

@@ -100,6 +100,7 @@ class Task:
     - `exchanges`: algorithms by which replicas may agree, by name
     - `probed`: how many times longer than counted what a model computes takes, by the rows of a microbatch (see probe)
     - `compiled`: whether compiled blocks are tried beside those that run as they are written
+    - `selective`: whether compiled blocks can keep what some operations give (see compiled)
     - `optimizer`: makes a small one of the kind used, by which some exchanges go
     """
 
@@ -118,6 +119,7 @@ class Task:
     exchanges: tuple[str, ...] = (EXACT,)
     probed: tuple[Probed, ...] = ()
     compiled: bool = False
+    selective: bool = True
     optimizer: Callable[[], torch.optim.Optimizer] | None = None
     whole: bool = False
 

@@ -13,9 +13,10 @@ from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import agreed
 from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, policies_of, seconds_of
+from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, seconds_of
 from shoal.planner.once import once
 from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
+from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, dealt, replicas_of
 from shoal.planner.task import Choice, Offload, Task
 from shoal.planner.temporaries import Lives
@@ -28,7 +29,7 @@ class Timed:
 
     def __init__(self, task: Task, known: Timed | None = None) -> None:
         self.task, self.known = task, known
-        self._policies = policies_of(task), policies_of(task, compiled=True)
+        self._policies = policies_of(task), policies_of(task, selective=False)
         of: Sequence[Prices | None] = (None, None) if known is None else known.by_compile
         self.prices: Prices = Prices(task, known=of[0])
         self.by_compile: tuple[Prices, Prices] = self.prices, Prices(task, True, of[1])  # as written, and compiled
@@ -54,7 +55,7 @@ class Timed:
 
     def lane(self, choice: Choice) -> Lane:
         """The stages of a choice."""
-        policies = self._policies[choice.compile and choice.recompute == "none"]
+        policies = self._policies[choice.recompute == "none" and not keeps_operations(self.task, choice)]
         return self._lane(choice.spread, choice.microbatch, choice.chunks, choice.compile, policies)
 
     @once

@@ -1,0 +1,30 @@
+"""The ways to treat a block of a choice: whether backward finds what it keeps, or computes some of it again, or all."""
+
+from __future__ import annotations
+
+from shoal.plan import option_name
+from shoal.planner.costs import POLICIES
+from shoal.planner.task import Choice, Task
+
+
+def policies_of(task: Task, selective: bool = True) -> tuple[str, ...]:
+    """The ways to treat a block that are tried, or that the plan's `recompute` has, the one that keeps most first.
+    `selective`: whether results of operations can be kept."""
+    given = task.pins.get("recompute")
+    if given is None:
+        return tuple(each for each in POLICIES if each in task.recompute and (selective or each != "selective"))
+    name = option_name(given, "recompute")
+    return POLICIES if name == "blocks" else (name if name in POLICIES else "none",)
+
+
+def keeps_operations(task: Task, choice: Choice) -> bool:
+    """Whether the blocks of a choice can keep what some operations give: compiled ones only as one graph, which calls
+    between ranks break, and in a stage what transformers hangs on its layers."""
+    spread = choice.spread
+    cut = spread.parts * spread.tokens * spread.experts * spread.stages > 1
+    return not is_compiled(task, choice) or (task.selective and not cut)
+
+
+def is_compiled(task: Task, choice: Choice) -> bool:
+    """Whether the plan of a choice compiles blocks, with any backend."""
+    return bool(task.pins.get("compile", choice.compile))
