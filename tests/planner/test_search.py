@@ -98,7 +98,7 @@ def test_blocks_are_compiled_where_that_clearly_pays(memory: float) -> None:
 
 def test_compiled_blocks_keep_results_of_operations_as_one_graph_alone() -> None:
     """Not where ranks call each other inside of it, nor where the model was found to break it."""
-    asked = task(on=with_bandwidth(1e9, 0.6 * GIB), pins={"compile": True, "zero": 0}, microbatch=2)
+    asked = task(on=with_bandwidth(1e9, 1.7 * GIB), pins={"compile": True, "zero": 0}, microbatch=2)
     found = Search(asked)
 
     def ways(search: Search) -> dict[bool, set[bool]]:
@@ -112,7 +112,7 @@ def test_compiled_blocks_keep_results_of_operations_as_one_graph_alone() -> None
 
     assert ways(found) == {False: {False, True}, True: {False}}
     assert ways(Search(replace(asked, selective=False)))[False] == {False}
-    pinned = task(on=with_bandwidth(1e9, 0.6 * GIB), pins={"recompute": "selective"}, compiled=True)
+    pinned = task(on=with_bandwidth(1e9, 1.7 * GIB), pins={"recompute": "selective"}, compiled=True)
     every_one = [each for spread in Search(pinned).spreads() for each in Search(pinned).choices(spread)]
     assert {each.spread.copies for each in every_one if each.compile} == {8}
 

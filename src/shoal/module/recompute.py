@@ -136,19 +136,26 @@ class Recompute:
         save: Sequence[str] = SAVE,
     ) -> None:
         whole, some = chosen_blocks(self._number, which, every, full, selective)
+        keep = self._keeping(save)
         for place, block in zip(self._places, self._blocks, strict=True):
             if place in whole:
                 block.wrap()
             elif place in some:
-                self._keep(block, save)
+                keep(block)
 
     def _selective(self, save: Sequence[str] = SAVE) -> None:
+        keep = self._keeping(save)
         for block in self._blocks:
-            self._keep(block, save)
+            keep(block)
 
-    def _keep(self, block: _Block, save: Sequence[str]) -> None:
-        """Has `block` keep what the operations `save` give."""
-        block.wrap(keeping(save), selective_graph(block.module, save, self._backend) if self._backend else None)
+    def _keeping(self, save: Sequence[str]) -> Callable[[_Block], None]:
+        """Returns what has a block keep what the operations `save` give."""
+        contexts = keeping(save)
+
+        def keep(block: _Block) -> None:
+            block.wrap(contexts, selective_graph(block.module, save, self._backend) if self._backend else None)
+
+        return keep
 
     def _budget(self, keep: float) -> None:
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
