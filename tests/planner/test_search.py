@@ -131,6 +131,32 @@ def test_more_is_never_slower() -> None:
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
+def test_what_fills_a_budget_is_not_above_it() -> None:
+    """By rounding it was, of one budget in a few: plans that fitted were refused, and with more memory there was
+    none."""
+    for memory in range(400, 600):
+        asked = Search(task(model(3, 5e7), cluster(1, 1, memory * 1.37 * MIB), microbatch=1))
+        choices = [each for spread in asked.spreads() for each in asked.choices(spread) if each.offload is not None]
+        filled = [asked.holds(each) for each in choices]
+        assert any(0 < each.stays < 1 or 0 < each.again < 1 for each in filled)
+        assert all(each.bytes <= asked.task.most for each in filled if each.again < 1)
+
+
+def test_what_moves_does_so_while_a_rank_waits_for_other_stages() -> None:
+    """With faster devices a step took longer: less was hidden by computing, and nothing by the longer wait."""
+    pins = {"pp": 2, "tp": 1, "schedule": "zb1p", "memory": {"device": "1200MiB"}, "recompute": "none"}
+    asked = task(model(9), cluster(2, 1, inside=1e9, between=1e8), 32, microbatch=1, pins=pins)
+    device = asked.cluster.hosts[0].device
+
+    def seconds(faster: float) -> float:
+        own = replace(device, flops={"bf16": faster * device.flops["bf16"]})
+        hosts = tuple(replace(host, device=own, to_host=1e9) for host in asked.cluster.hosts)
+        return search(replace(asked, cluster=replace(asked.cluster, hosts=hosts))).best[0].seconds
+
+    found = [seconds(faster) for faster in (1, 2, 5, 20)]
+    assert found == sorted(found, reverse=True)
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     assert search(task()).best == search(task()).best
 

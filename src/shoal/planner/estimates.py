@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
 from shoal.plan import Option, option_parameters
 from shoal.planner.degrees import Spread
-from shoal.planner.exchanges import exchanged, met, moved, updated
+from shoal.planner.exchanges import exchanged, exposed, met, moved, updated
 from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import GIVEN, Lane, by_policy, within
@@ -185,7 +185,9 @@ class Estimates(Timed):
         for place in range(slow, len(stages), ranks) if lane.recomputes(counts) else ():
             _add(wire, self._sent_again(choice, lane, place, counts[place]), number * (1 + stages[place].parted))
         one = self._kept(choice, lane, slow, [1] * choice.chunks, counts)[0]
-        terms["offload"] = moved(self.prices, choice, own, number, window[1], tied, has, one)
+        moving, apart = moved(self.prices, choice, own, number, tied, has, one)
+        there = window[1] + math.fsum(terms.get(what, 0.0) for what in ("bubble", "stages"))
+        terms["offload"] = exposed(self.prices, moving, there) + apart
         terms["optimizer"] = updated(self.prices, choice, own, tied, has)
         if ranks > 1:
             terms["stages"] += met(self.prices, choice)[0]
@@ -199,7 +201,7 @@ class Estimates(Timed):
         each = (stages[place][0] - lane.works[place].sent_forward for place in range(slow, len(stages), ranks))
         forward = number * math.fsum(each)
         device, host, disk = fullest.device, fullest.host, fullest.disk
-        return Estimate(chosen, terms, device, host, disk, wire, number, again, stages, forward=forward)
+        return Estimate(chosen, terms, device, host, disk, wire, number, again, stages, forward=forward, moving=moving)
 
     def _sent_again(self, choice: Choice, lane: Lane, stage: int, counts: Counts) -> dict[str, float]:
         """Bytes that backward of a microbatch sends again, by what ranks divide."""
@@ -264,8 +266,11 @@ class Estimates(Timed):
             wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
             terms["stages"] -= meets  # which follows the last action
-            terms = within(terms, simulated(*timed, self.prices.slowest.crowd, self.task.cluster.per_host))
+            seconds = simulated(*timed, self.prices.slowest.crowd, self.task.cluster.per_host)
+            terms = within(terms, seconds)
             terms["stages"] += meets
+            if estimate.moving:
+                terms["offload"] = exposed(self.prices, estimate.moving, seconds)
         return replace(estimate, terms=terms, wire=wire, message=self.message(choice))
 
 

@@ -137,21 +137,28 @@ def chunks(gradients: float, link: Link, ranks: int) -> int:
 
 
 def moved(
-    prices: Prices, choice: Choice, own: Sizes, number: int, window: float, tied: Tied, has: Held, kept: float
-) -> float:
-    """Seconds in which a rank waits for weights, gradients and activations that travel between its device and the host;
-    on cores also those of the hooks that watch them. `kept`: bytes of a microbatch that backward keeps."""
+    prices: Prices, choice: Choice, own: Sizes, number: int, tied: Tied, has: Held, kept: float
+) -> tuple[float, float]:
+    """Seconds in which weights, gradients and activations travel between a rank's device and the host while it computes
+    or waits (see `exposed`), and those in which cores copy them and compute nothing, with those of the hooks that watch
+    them. `kept`: bytes of a microbatch that backward keeps."""
     if choice.offload is None:
-        return 0.0
+        return 0.0, 0.0
     device = prices.slowest
     cluster, home = prices.task.cluster, resting(prices, choice, own, tied)
     nbytes = has.times(number) * home["weights"] + (1 - has.stays) * number * home["gradients"]
     nbytes += 2 * number * choice.offload.activations * kept
     seconds = nbytes / cluster.to_host
-    if device.on_host:  # whose cores copy, and compute nothing meanwhile
-        watching = WATCHED + WATCHED_EACH * own.calls + WATCHED_TENSOR * own.tensors
-        return number * watching * launching(device) + seconds
-    return max(0.05 * seconds, seconds - cluster.overlap * window)
+    if not device.on_host:
+        return seconds, 0.0
+    watching = WATCHED + WATCHED_EACH * own.calls + WATCHED_TENSOR * own.tensors
+    return 0.0, number * watching * launching(device) + seconds
+
+
+def exposed(prices: Prices, moving: float, window: float) -> float:
+    """Seconds that a step takes longer for what moves for `moving` seconds beside it. `window`: seconds in which a rank
+    computes, or waits for other stages."""
+    return max(0.05 * moving, moving - prices.task.cluster.overlap * window)
 
 
 def updated(prices: Prices, choice: Choice, own: Sizes, tied: Tied, has: Held) -> float:

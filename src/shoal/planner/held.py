@@ -89,6 +89,8 @@ def on_one_host(prices: Prices, choice: Choice) -> bool:
 
 CUT_FROM = {"optimizer state": 1, "masters": 1, "gradients": 2, "weights": 3}
 """The ZeRO stage from which a role is cut among ranks."""
+ROUNDING = 1e-12
+"""The share of a budget that is left free, so that the sum of all that fills it is not above it."""
 USES = 3
 """Gradients of a weight that parts share, at most: one of each of two uses, and their sum."""
 
@@ -168,7 +170,7 @@ def held(prices: Prices, choice: Choice, whole: Sizes, tied: Tied, device: dict[
     stays = 0.0
     kept = all_weights
     if away.device is not None:
-        room = away.device - sum(device.values()) + device["weights in use"]
+        room = away.device * (1 - ROUNDING) - sum(device.values()) + device["weights in use"]
         kept = min(all_weights, max(device["weights in use"], room))
         stays = min(1.0 - paged, max(0.0, room - all_weights) / state) if state else 0.0
     on_device = {role: (all_weights if role == "weights" else nbytes) * stays for role, nbytes in home.items()}

@@ -225,7 +225,8 @@ class Estimate:
     device, and `on_host` and `on_disk` of it at home there; `wire`: bytes that a rank sends in a step, by what its
     ranks divide; `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated
     in each way, and `stages`: what a microbatch takes of it; `message`: seconds of one between two. `forward`:
-    the part of computing that forwards are."""
+    the part of computing that forwards are; `moving`: seconds in which something travels to the host and back, hidden
+    or not."""
 
     choice: Choice
     terms: Mapping[str, float]
@@ -238,6 +239,7 @@ class Estimate:
     stages: tuple[Pace, ...] = ()
     message: float = 0.0
     forward: float = 0.0
+    moving: float = 0.0
 
     @property
     def seconds(self) -> float:
