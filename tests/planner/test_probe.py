@@ -168,7 +168,7 @@ def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
         return made
 
     subject, task = asked(without_statistics, None)
-    assert [rows for rows, *_ in probe(subject, task).probed] == [1, 4, 16, 64]
+    assert [rows for rows, *_ in probe(subject, task).probed] == [1, 2, 4, 8, 16, 32, 64]
     monkeypatch.setattr(running, "ENOUGH", PAUSE)
     assert [rows for rows, *_ in probe(subject, task).probed] == [1]
 
@@ -279,6 +279,29 @@ def test_no_ranks_run_what_is_large_or_alone():
     subject = subject_of(lambda: pytest.fail("built"))
     assert run_together(World.single("cpu"), subject, 4, 2) == ()
     assert run_ranks(ran_large, 2) == [(), ()]
+
+
+def test_rows_that_were_not_timed_take_as_long_each_as_those_did_beyond_the_first(monkeypatch):
+    """They took as long each as the most that were timed do on average, of which a part comes once with all, and
+    between two numbers a mean of what those take each."""
+    subject, task = asked(Slow, None)
+
+    def seconds(ran: list[Ran], rows: int) -> tuple[float, float]:
+        monkeypatch.setattr(module, "run", lambda *_: ran)
+        prices = Search(probe(subject, replace(task, rows=32))).prices
+        spent = [prices.spent(place, Spread(), rows) for place in range(len(prices.pieces))]
+        return sum(each.forward for each in spent), sum(each.backward for each in spent)
+
+    both = [Ran(1, 5.0, 10.0, 0.0, 0.0), Ran(4, 8.0, 19.0, 0.0, 0.0)]  # 4 s and 1 s a row; 7 s and 3 s
+    assert seconds(both, 4)[0] == pytest.approx(8.0)
+    assert seconds(both, 2)[1] == pytest.approx(19 - 2 * 3.5625, rel=1e-4)
+    assert seconds([Ran(1, 5.0, 10.0, 0.0, 0.0), Ran(4, 17.0, 40.0, 0.0, 0.0)], 2) == pytest.approx(
+        (9.0, 20.0), rel=1e-4
+    )
+    assert seconds(both, 8)[0] == pytest.approx(8 + 4 * 1.5), "0.75 of the mean at least"
+    assert seconds(both, 16)[1] == pytest.approx(19 + 12 * 3.5625, rel=1e-4)
+    assert seconds([Ran(1, 5.0, 9.0, 0.0, 0.0), Ran(4, 18.5, 36.0, 0.0, 0.0)], 8) == pytest.approx((36.5, 72.0))
+    assert seconds([*both, Ran(16, 8.0, 8.0, 0.0, 0.0)], 32)[0] == pytest.approx(8 + 16 * 0.375)
 
 
 def test_between_two_numbers_of_rows_factors_follow_the_logarithm():

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -132,7 +133,8 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> 
     that was `slower` times faster than the task's. Where other work may have made it so long, it is not kept under
     `key` any more."""
     device, found, parts = task.cluster.hosts[0].device, list[Probed](), task.profile.parts
-    for each in ran:
+    others = _others(ran, task.rows) if task.microbatch is None else []
+    for each in (*ran, *others):
         how = Spread(), each.rows
         forward, backward = (
             sum(seconds_of(part, *how, times, device, task.numbers, False) for part in parts) / slower
@@ -145,10 +147,39 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> 
             for took, own in zip((each.some, each.full), counted, strict=True)
         )
         found.append(Probed(each.rows, *factors, *again))
-        if key is not None and max(SHORT, BUSY * (forward + backward)) < each.forward + each.backward:
+        long = each in ran and max(SHORT, BUSY * (forward + backward)) < each.forward + each.backward
+        if key is not None and long:
             log.info("the model took %g times what is counted: it is timed again the next time", max(factors))
             forget(key)
     return tuple(sorted(found))
+
+
+MORE = 2, 4, 16
+"""Times as many rows as the most that were timed, for which it is told what they would take."""
+EACH = 0.75
+"""The share at least of a row's time that comes with each row, and not once with all: that is the difference of two
+times."""
+
+
+def _others(ran: Sequence[Ran], most: int) -> list[Ran]:
+    """What other numbers of rows than were timed would take, between those and up to `most`. A part of a microbatch's
+    time comes once, of Python and of products that reach little with few rows, the rest with each row: by as much as
+    the two next in size that were timed differ."""
+    found = []
+    for one, last in pairwise(sorted(ran)):
+        found += [_at(rows, one, last) for rows in (2 * one.rows,) if rows < last.rows]
+    if len(ran) > 1:
+        found += [_at(rows, one, last) for times in MORE if (rows := times * last.rows) <= most]
+    return found
+
+
+def _at(rows: int, one: Ran, last: Ran) -> Ran:
+    def of(before: float, took: float) -> float:
+        mean, more = took / last.rows, (took - before) / (last.rows - one.rows)
+        return took + (rows - last.rows) * min(mean, max(EACH * mean, more))
+
+    again = (rows / last.rows * each for each in (last.some, last.full))
+    return Ran(rows, of(one.forward, last.forward), of(one.backward, last.backward), *again)
 
 
 def _tried(rows: int, microbatch: int | None) -> tuple[int, ...]:
