@@ -31,6 +31,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_h
 GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
+ARIA = {**LLAMA, "model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}
 MODELS = {
     "gpt": partial(GPT, GPTConfig(**SIZE)),
     "gpt-all-tokens": partial(GPT, GPTConfig(**SIZE)),
@@ -40,6 +41,7 @@ MODELS = {
     "bert": partial(Bert, BertConfig(**SIZE, dropout=0.0)),
     "llama": lambda: from_config(LLAMA)(),
     "mixtral": lambda: from_config(MIXTRAL)(),
+    "aria": lambda: from_config(ARIA)(),  # experts [experts, in, out]
     "gpt2": lambda: from_config(GPT2)(),
     "qwen3": lambda: from_config(QWEN3)(),
 }

@@ -14,18 +14,20 @@ from shoal.parallel.tensor.spans import even
 def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]], region: Region) -> dict[str, Layout]:
     """Cuts each expert's matrices among the ranks of `region`; returns their layouts by name.
 
-    The first matrix is cut by rows (gate and up together by the rows of each), the second by columns. `shapes`: of the
-    module's parameters, by name. Raises UserError for experts whose matrices are others.
+    The first matrix is cut by rows (gate and up together by the rows of each), the second by columns; by the other dim
+    where the module says, as those of `transformers` do, that they are transposed (Aria). `shapes`: of the module's
+    parameters, by name. Raises UserError for experts whose matrices are others.
     """
     first = "gate_up_proj" if "gate_up_proj" in shapes else "up_proj"
     packed = 2 if first == "gate_up_proj" else 1
     wide = shapes.get(first, ())
-    if shapes.keys() != {first, "down_proj"} or len(wide) != 3 or wide[1] % packed:
+    rows, columns = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
+    if shapes.keys() != {first, "down_proj"} or len(wide) != 3 or wide[rows] % packed:
         raise UserError(
             f"{name}: experts are cut where they are gate_up_proj [experts, 2 width, in] or up_proj [experts, width, "
             f"in], and down_proj [experts, out, width], not {list(shapes)}"
         )
-    width = wide[1] // packed
+    width = wide[rows] // packed
     part = even(width, region.size, region.rank, f"the width of {name}")
     set_sizes(module, part.length, "intermediate_dim", "intermediate_size", "expert_dim")
     config = getattr(module, "config", None)
@@ -34,6 +36,6 @@ def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]],
         config._experts_implementation = "eager"
     stretches = [(part.start + at * width, part.stop + at * width) for at in range(packed)]
     return {
-        first: Layout.cut(wide, 1, stretches),
-        "down_proj": Layout.cut(shapes["down_proj"], 2, [(part.start, part.stop)]),
+        first: Layout.cut(wide, rows, stretches),
+        "down_proj": Layout.cut(shapes["down_proj"], columns, [(part.start, part.stop)]),
     }
