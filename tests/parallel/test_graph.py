@@ -462,6 +462,29 @@ def test_what_computes_otherwise_with_a_part_stays_whole():
         assert "up stays whole: the model gives other numbers with a part than whole" in layers
 
 
+class Widths(nn.Module):
+    """Attention with keys and values of widths of their own, and a mask for each head of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.keys, self.values = nn.Linear(8, 4), nn.Linear(8, 6)
+        self.attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h, (B, T) = self.words(ids), ids.shape
+        mask = torch.ones(T, T, dtype=torch.bool).triu(1).expand(2 * B, T, T)
+        return self.head(h + self.attention(h, self.keys(h), self.values(h), attn_mask=mask)[0])
+
+
+def test_attention_is_tried_with_parts_of_its_keys_alike_on_all_ranks():
+    """All heads are on each rank then, and the mask was cut: the first rank went on, where the second one failed."""
+    alone = simulate_world(1, trained, {}, None, Widths)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Widths):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "keys stays whole: the model gives other numbers with a part than whole" in layers
+
+
 def adapted_by_size() -> nn.Module:
     peft = pytest.importorskip("peft")
     config = {**COHERE, "model_type": "llama", "hidden_size": 16}

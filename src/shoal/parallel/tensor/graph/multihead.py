@@ -80,8 +80,9 @@ class Multihead(Cut):
         if mask is not None:
             found = _added(mask, q)
             if found.dim() == 3:  # of all heads of all samples
-                heads, rank = q.shape[1], self._region.rank
-                found = found.unflatten(0, (-1, self.num_heads)).narrow(1, rank * heads, heads)
+                heads, found = q.shape[1], found.unflatten(0, (-1, self.num_heads))
+                if heads < self.num_heads:  # all of them are here where the layer is tried with parts of its inputs
+                    found = found.narrow(1, self._region.rank * heads, heads)
         if padding is not None:
             of_keys = _added(padding, q)
             of_keys = of_keys[:, None, None, :] if of_keys.dim() == 2 else of_keys[None, None, None, :]
