@@ -108,6 +108,37 @@ class Prefix(ByHand):
         return self.head(y.transpose(1, 2).flatten(2))
 
 
+class Joined(ByHand):
+    """Learned tokens before each row, as prompt tuning has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = torch.cat([self.before.expand(len(input_ids), -1, -1), self.words(input_ids)], 1)
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(y)[:, 3:]
+
+
+class Beside(ByHand):
+    """Attention over learned tokens, which all ranks have, by them and by those of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(5, 16))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x, memory = self.words(input_ids), self.memory.expand(len(input_ids), -1, -1)
+        for_rows, own = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in (x, memory))
+        own = F.scaled_dot_product_attention(own, own, own)
+        x = x + F.scaled_dot_product_attention(for_rows, own, own).transpose(1, 2).flatten(2)
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return self.head(y.transpose(1, 2).flatten(2))
+
+
 class Elsewhere(ByHand):
     """Causal attention, and behind it what brings tokens together once more, by `way`."""
 
@@ -228,6 +259,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "classes": partial(of_transformers, "llama", "AutoModelForSequenceClassification", num_key_value_heads=2),
     "gpt": gpt,
     "prefix": Prefix,
+    "joined": Joined,
+    "beside": Beside,
     "by hand": ByHand,
 }
 MODELS |= {way: partial(Elsewhere, function) for way, function in ELSEWHERE.items()}
@@ -282,6 +315,7 @@ def without_a_mask(world: Any) -> list[float]:
         ("llama", "channels"),
         ("esm without", "masked"),
         ("gpt", "without documents"),
+        ("beside", "causal"),
         *((kind, "causal") for kind in FACTORS),
     ],
 )
@@ -317,6 +351,7 @@ def test_documents_that_positions_show_count_where_the_model_masks_by_them(model
         ("llama", "roll", "the loss picks tokens by their place in a row, or moves them"),
         ("llama", "rows", "the loss counts 2, the rows of the microbatch"),
         ("classes", "classes", "LlamaForSequenceClassification gives (2, 2), a result for each row"),
+        ("joined", "causal", "attention of Joined is over the tokens of a rank and others joined to them"),
         ("prefix", "causal", "attention has a mask that looks causal to some of the ranks"),
         ("minimax", "causal", "has layers of kind linear_attention"),
         ("esm", "masked", "set token_dropout = False"),

@@ -24,8 +24,9 @@ class Apart:
 
     def __init__(self, group: Group) -> None:
         self._group, self._name = group, ""
-        self.is_on = False
+        self.is_on, self._tokens = False, 0
         self._results: list[Tensor] = []
+        self._joined: list[Tensor] = []
 
     def watch(self, module: nn.Module) -> None:
         """Notes the results of `module`, and of what is under the head of a model of transformers."""
@@ -41,7 +42,12 @@ class Apart:
             self._results += [each for each in found if each.is_floating_point() and each.dim() > 1]
 
     def attend(self, query: Tensor, value: Tensor) -> Tensor:
-        """Stands in for attention: each token has its own value, or nothing where there is not one for each query."""
+        """Stands in for attention: each token has its own value, or nothing where there is not one for each query.
+
+        Notes values that are not one for each token of this rank.
+        """
+        if value.shape[-2] != self._tokens:
+            self._joined.append(value)
         if value.shape[1] and not query.shape[1] % value.shape[1]:
             value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         if value.shape[:-1] == query.shape[:-1]:
@@ -55,11 +61,21 @@ class Apart:
         if isinstance(ids, FakeTensor):  # in a dry run nothing has values
             return
         changed = [0, ids.shape[1] - 2] if ids.shape[1] > 3 else [0]  # not both ends, which a flip would swap
-        before, after = self._run(run, microbatch), self._run(run, {**microbatch, "input_ids": _other(ids, changed)})
+        self._tokens = ids.shape[1]
+        before, joined = self._run(run, microbatch)
+        after, joined_after = self._run(run, {**microbatch, "input_ids": _other(ids, changed)})
         kept = [place for place in range(ids.shape[1]) if place not in changed]
         pairs = [pair for pair in zip(before, after, strict=False) if pair[0].shape[:2] == ids.shape]
         mixes = any(_differ(one[:, kept], other[:, kept]) for one, other in pairs)
-        if any(self._group.all_gather_object(mixes)):
+        joins = any(map(_differ, joined, joined_after))
+        answers = self._group.all_gather_object((mixes, joins))
+        if any(joins for _, joins in answers):
+            raise UserError(
+                f"plan.cp = {self._group.size}: attention of {self._name} is over the tokens of a rank and others "
+                "joined to them (learned ones before a row?), which each rank would join to its own part: take "
+                "plan.cp = 1"
+            )
+        if any(mixes for mixes, _ in answers):
             raise UserError(
                 f"plan.cp = {self._group.size}: in {self._name} the result of a token depends on other tokens of its "
                 "row or microbatch also where attention (F.scaled_dot_product_attention) is left out: by a mean, a "
@@ -67,14 +83,14 @@ class Apart:
                 "together: take plan.cp = 1"
             )
 
-    def _run(self, run: Run, microbatch: Mapping[str, Tensor]) -> list[Tensor]:
+    def _run(self, run: Run, microbatch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         with self._on():
             run({key: value.clone() for key, value in microbatch.items()})
-            return self._results
+            return self._results, self._joined
 
     @contextmanager
     def _on(self) -> Iterator[None]:
-        self.is_on, self._results = True, []
+        self.is_on, self._results, self._joined = True, [], []
         try:
             yield
         finally:
@@ -93,7 +109,7 @@ def _other(ids: Tensor, places: list[int]) -> Tensor:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Whether two results are different by more than sums in another order make it."""
-    if not one.numel():
-        return False
+    if not one.numel() or one.shape != other.shape:
+        return one.shape != other.shape
     bound = one.abs().amax() * torch.finfo(one.dtype).eps ** 0.5
     return bool(((one - other).abs() > bound).any())

@@ -233,10 +233,13 @@ class Context:
             )
         if keys < self.size:
             key, value = (each.repeat_interleave(self.size // keys, 1) for each in (key, value))
-        by_rank = zip(*(each.chunk(self.size, 1) for each in (query, key, value)), strict=True)
-        together = swap(torch.cat([part for parts in by_rank for part in parts], 1), self.group, 1, 2, PURPOSE)
         each, keys = heads // self.size, key.shape[1] // self.size
-        query, key, value = together.split([each, keys, keys], 1)
+        if query.shape[2] == key.shape[2]:
+            by_rank = zip(*(each.chunk(self.size, 1) for each in (query, key, value)), strict=True)
+            together = swap(torch.cat([part for parts in by_rank for part in parts], 1), self.group, 1, 2, PURPOSE)
+            query, key, value = together.split([each, keys, keys], 1)
+        else:  # keys of what all ranks have, beside the row
+            query, key, value = (swap(each, self.group, 1, 2, PURPOSE) for each in (query, key, value))
         self.attending = True
         try:
             causal = is_causal and mask is None
