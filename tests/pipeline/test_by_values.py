@@ -127,3 +127,16 @@ def test_an_error_inside_of_a_part_stays_what_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nn.Linear, "forward", fails)
     with pytest.raises(ValueError, match="the gate is out of order"):
         simulate_world(2, losses, Model, {"pp": 2, "stages": [["up"], ["mixture", "head"]]})
+
+
+class Broken(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :4])
+
+
+def test_an_error_of_the_first_stage_is_not_taken_for_one_of_values() -> None:
+    """It is given nothing of other stages, which are told of it."""
+    with pytest.raises((RuntimeError, UserError), match="cannot be multiplied") as raised:
+        simulate_world(2, losses, Broken, {"pp": 2})
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "the forward of stage 0 fails: RuntimeError: " in told and "depends on" not in told

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from shoal import Engine, Plan
 from shoal.comm.simulation import simulate_world
@@ -119,6 +120,38 @@ class Averaging(Base):
         return x
 
 
+class Common(Base):
+    """The last block has a layer of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up = self.blocks[0].up
+
+    def end(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Packing(nn.Module):
+    """Words of rows of any length, read by an LSTM that gives them packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.read, self.head = nn.Linear(WIDTH, WIDTH), Packed(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(pad_packed_sequence(self.read(self.words(x)), batch_first=True)[0][:, 0])
+
+
+class Packed(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> PackedSequence:  # type: ignore[override]
+        rows = pack_padded_sequence(x.unsqueeze(1), torch.ones(len(x), dtype=torch.int64), batch_first=True)
+        packed: PackedSequence = super().forward(rows)[0]
+        return packed
+
+
 def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
 
@@ -154,11 +187,20 @@ def test_what_another_stage_has_is_not_computed_with(make: Any, message: str, re
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("ready", [False, True])
-@pytest.mark.parametrize("make", [Described, Noted, Listed])
+@pytest.mark.parametrize("make", [Described, Noted, Listed, Common])
 def test_what_another_stage_has_may_be_looked_at(make: Any, ready: bool, dp: int) -> None:
-    """Replicas look at what modules keep, and of a ready module what another stage has lies on the meta device."""
+    """Replicas look at what modules keep, and of a ready module what another stage has lies on the meta device, but a
+    layer that parts of both stages have in common."""
     one = simulate_world(1, trained, make, ready, {})[0]
     assert simulate_world(2 * dp, trained, make, ready, {"pp": 2, "dp": dp})[0] == pytest.approx(one, rel=1e-6)
+
+
+def test_an_object_that_looks_at_its_tensors_stays_in_the_last_stage() -> None:
+    one = simulate_world(1, trained, Packing, True, {})[0]
+    plan = {"pp": 2, "stages": [["words"], ["read", "head"]]}
+    assert simulate_world(2, trained, Packing, True, plan)[0] == pytest.approx(one, rel=1e-6)
+    with pytest.raises(UserError, match="read gives an object of a class that looks at the tensors"):
+        simulate_world(2, trained, Packing, True, {"pp": 2, "stages": [["words", "read"], ["head"]]})
 
 
 def mean_kept(world: Any, plan: dict[str, Any]) -> Any:

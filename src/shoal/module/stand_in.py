@@ -100,11 +100,13 @@ def parts_in_place(module: nn.Module) -> Iterator[None]:
 
 
 def forget_parts(module: nn.Module) -> None:
-    """Lets go of the weights of the parts that other stages have: shape and dtype alone are kept."""
+    """Lets go of the weights of the parts that other stages have, but in modules that a part here has too: shape and
+    dtype alone are kept."""
     known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for stand_in in (each for each in module.modules() if isinstance(each, StandIn)):
+    here = {id(each): each for each in module.modules()}
+    for stand_in in (each for each in here.values() if isinstance(each, StandIn)):
         for part in stand_in.__dict__["_part"].modules():
-            for name, weight in part._parameters.items():
+            for name, weight in part._parameters.items() if id(part) not in here else ():
                 if weight is None or weight.is_meta:
                     continue
                 if id(weight) not in known:

@@ -70,10 +70,12 @@ def find_routes(
 
 
 def _what_fails(stage: int, error: Exception) -> str:
+    if not stage:  # it is given nothing of others
+        return f"the forward of stage 0 fails: {type(error).__name__}: {error}"
     return (
         f"stage {stage} cannot be run on zeros in place of what earlier stages give, by which is found out what "
-        f"travels: {type(error).__name__}: {error}. A forward may not depend on the values of what another stage "
-        f"computes, but inside its parts: {WITHIN}"
+        f"travels: {type(error).__name__}: {error}. Where one process can run the forward, it depends on the values of "
+        f"what another stage computes, which it may do inside its parts alone: {WITHIN}"
     )
 
 
@@ -94,10 +96,9 @@ def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devic
         if isinstance(error, UserError) or seen.in_a_part or not seen.marks.by_values:
             raise
         raise UserError(_what_fails(stage, error)) from error
-    # no other stage uses the results of the last
-    given, changed = ({}, frozenset[Value]()) if is_last else (seen.given, seen.changed())
+    changed = frozenset[Value]() if is_last else seen.changed()  # no other stage uses the results of the last
     by_values = seen.marks.by_values
-    return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said(), by_values)
+    return Stage(seen.given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said(), by_values)
 
 
 class _Unchecked(TorchFunctionMode):
@@ -188,14 +189,27 @@ class _Look(Calls):
             result, beside = self._split.taps.run(unit, part, args, kwargs)
         self.in_a_part = False
         call, behind = self.count(unit), left(part, before)
-        self.given[unit, call] = Given.of((result, beside, behind))
+        travels = self._stage < max(self._split.stages)
+        if travels:
+            self.given[unit, call] = self._given(unit, (result, beside, behind))
         for place, leaf in enumerate(tree_leaves((result, beside, behind))):
             if isinstance(leaf, Tensor):
                 self.marks.clear(leaf)
                 self._own.append((Value(unit, call, place), leaf, leaf._version))
-            elif _hides_tensors(leaf) and self._stage < max(self._split.stages):
+            elif travels and _hides_tensors(leaf):
                 raise _Unfit(_why_not_given(self._split.units[unit].name, leaf))
         return result
+
+    def _given(self, unit: int, result: Any) -> Given:
+        """Returns the result of a call as other stages know it."""
+        try:
+            return Given.of(result)
+        except Exception as error:  # of a class that looks at what it is made of
+            raise _Unfit(
+                f"{self._split.units[unit].name} gives an object of a class that looks at the tensors which it is made "
+                "of, as PackedSequence does, and so it does not travel: let the part give plain tensors, give it and "
+                "all parts behind it to the last stage (plan.stages), or take plan.pp = 1"
+            ) from error
 
     def elsewhere(self, unit: int) -> Any:
         self._check_not_apart(unit)
