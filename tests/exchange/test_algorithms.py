@@ -129,7 +129,10 @@ def test_codec_and_error_feedback_are_parameters():
         ({"name": "diloco", "every": 4, "overlap": 4}, "overlap = 4"),
         ({"name": "async_average", "bound": 0}, "bound = 0"),
         ({"name": "hierarchical", "ranks_per_host": 2}, "hosts have 2, 1"),
-        ({"name": "islands", "ranks": 2}, "islands of 2 ranks do not divide 3"),
+        (
+            {"name": "islands", "ranks": 2},
+            "plan.exchange.ranks = 2: islands of 2 ranks do not divide 3",
+        ),
         ({"name": "islands", "ranks": 1, "across": "fp16"}, "must let them train alone"),
         ({"name": "islands", "ranks": 3, "across": "async_average"}, "its rounds begin by the clock"),
     ],

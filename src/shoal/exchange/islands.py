@@ -57,7 +57,11 @@ class Islands(Composed):
 
     def check_ranks(self, ranks: int) -> None:
         if self.ranks < 1 or ranks % self.ranks:
-            raise UserError(f"plan.exchange: islands of {self.ranks} ranks do not divide {ranks} data-parallel ranks")
+            fits = [each for each in range(1, ranks + 1) if ranks % each == 0]
+            raise UserError(
+                f"plan.exchange.ranks = {self.ranks}: islands of {self.ranks} ranks do not divide {ranks} "
+                f"data-parallel ranks: take one of {fits}"
+            )
         self._inside.check_ranks(self.ranks)
         self._across.check_ranks(ranks // self.ranks)
 
