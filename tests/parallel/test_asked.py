@@ -341,6 +341,12 @@ def test_documents_that_positions_show_count_where_the_model_masks_by_them(model
         assert found == pytest.approx(whole, rel=1e-6)
 
 
+def test_tokens_joined_to_a_row_are_refused_in_stages_too() -> None:
+    """Nothing is tried before the first step there."""
+    for found in run_ranks(trained, 4, "joined", "causal", {"cp": 2, "pp": 2}):
+        assert "causal attention is over the tokens of a rank and others joined to them" in found
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "message"),
     [

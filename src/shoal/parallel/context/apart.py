@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Group
 from shoal.errors import UserError
+from shoal.parallel.context.asked import JOINED
 
 Run = Callable[[Mapping[str, Tensor]], object]
 """Runs the loss on a microbatch; nothing is left of it."""
@@ -70,11 +71,7 @@ class Apart:
         joins = any(map(_differ, joined, joined_after))
         answers = self._group.all_gather_object((mixes, joins))
         if any(joins for _, joins in answers):
-            raise UserError(
-                f"plan.cp = {self._group.size}: attention of {self._name} is over the tokens of a rank and others "
-                "joined to them (learned ones before a row?), which each rank would join to its own part: take "
-                "plan.cp = 1"
-            )
+            raise UserError(f"plan.cp = {self._group.size}: attention of {self._name} {JOINED}")
         if any(mixes for mixes, _ in answers):
             raise UserError(
                 f"plan.cp = {self._group.size}: in {self._name} the result of a token depends on other tokens of its "

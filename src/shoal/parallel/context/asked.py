@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,6 +158,19 @@ def check_first(told: Sequence[tuple[Sequence[bool], float | None]], rows: torch
             f"plan.cp = {len(told)}: the loss counts {rows[0]}, the rows of the microbatch, which each of the ranks "
             "counts that share them: sum over tokens and count tokens, or take plan.cp = 1"
         )
+
+
+JOINED = (
+    "is over the tokens of a rank and others joined to them (learned ones before a row?), which each rank would join "
+    "to its own part: take plan.cp = 1"
+)
+"""What is said of such attention."""
+
+
+def check_joined(places: Collection[int], tokens: int, ranks: int) -> None:
+    """Raises UserError for causal attention over other numbers of `places` than a rank's `tokens` of a row."""
+    if any(number != tokens for number in places):
+        raise UserError(f"plan.cp = {ranks}: causal attention {JOINED}")
 
 
 def check_result(module: nn.Module, output: Any, rows: torch.Size) -> None:

@@ -29,6 +29,7 @@ from shoal.parallel.context.apart import Apart
 from shoal.parallel.context.asked import (
     check_attended,
     check_first,
+    check_joined,
     check_labels,
     check_model,
     check_padding,
@@ -200,6 +201,8 @@ class Context:
         documents = self._told.documents(self._rows, attn_mask)
         if attn_mask is not None:
             is_causal = self._is_causal(attn_mask, documents)
+        if is_causal:
+            check_joined((query.shape[-2], key.shape[-2]), self._whole // self.size, self.size)
         self._calls.append(bool(is_causal))
         if self._lane is None:
             return self._by_heads(query, key, value, self._mask(documents, is_causal), dropout_p, is_causal, scale)
