@@ -66,5 +66,5 @@ def test_embedding_and_head_count():
 
 
 def test_more_stages_than_blocks_are_refused():
-    with pytest.raises(UserError, match=r"^plan.pp, times .* 2 blocks cannot be cut into 3 stages: take at most 2"):
+    with pytest.raises(UserError, match=r"^plan\.pp: a model of 2 blocks has no 3 stages: take at most 2"):
         balance([1.0, 1.0], 3)

@@ -477,7 +477,7 @@ def test_a_plan_of_transformers_decides_only_where_the_source_contradicts_it():
 @pytest.mark.parametrize(
     ("model", "plan", "more", "message"),
     [
-        (Skips, {"pp": 8}, {}, "a model of 4 blocks cannot be cut into 8 stages"),
+        (Skips, {"pp": 8}, {}, "plan.pp: a model of 4 blocks has no 8 stages"),
         (Reads, {"pp": 4}, {}, "reads, outside its parts, the value of something that another stage computes"),
         (
             Skips,

@@ -41,10 +41,7 @@ def balance(
     """
     blocks = len(costs)
     if not 1 <= stages <= blocks:
-        raise UserError(
-            f"plan.pp, times the chunks of plan.schedule: a model of {blocks} blocks cannot be cut into {stages} "
-            f"stages: take at most {blocks}"
-        )
+        raise UserError(f"plan.pp: a model of {blocks} blocks has no {stages} stages: take at most {blocks}")
     none = (0.0,) * blocks
     before, bytes_before, kept_before = (
         np.array([0.0, *accumulate(each)]) for each in (costs, sizes or none, kept or none)
