@@ -26,37 +26,34 @@ LARGE = (
 
 
 @cache
-def after(module: str) -> tuple[list[str], bool, int]:
-    """Returns which of LARGE and torch a new process has once it has imported `module`, whether it collects garbage,
-    and how many objects it never collects."""
-    there = f"[each for each in {('torch', *LARGE)} if each in sys.modules]"
-    look = f"import gc, json, sys, {module}; print(json.dumps([{there}, gc.isenabled(), gc.get_freeze_count()]))"
+def after(*modules: str) -> tuple[list[list[str]], bool, int]:
+    """Returns which of LARGE and torch a new process has after it has imported each of `modules`, one after the other,
+    whether it collects garbage in the end, and how many objects it never collects."""
+    look = f"""
+import gc, importlib, json, sys
+found = []
+for module in {modules}:
+    importlib.import_module(module)
+    found.append([each for each in {("torch", *LARGE)} if each in sys.modules])
+print(json.dumps([found, gc.isenabled(), gc.get_freeze_count()]))
+"""
     answer = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
     found, collects, kept = json.loads(answer)
     return found, collects, kept
 
 
-def imported(module: str) -> list[str]:
-    return after(module)[0]
+def test_help_and_errors_of_a_job_file_need_no_torch():
+    assert after("shoal", "shoal.cli.app")[0] == [[], []]
 
 
-@pytest.mark.parametrize("module", ["shoal", "shoal.cli.app"])
-def test_help_and_errors_of_a_job_file_need_no_torch(module):
-    assert imported(module) == []
-
-
-@pytest.mark.parametrize("module", ["shoal.cli.start", "shoal.cli.mesh_table", "shoal.cli.doctor"])
-def test_what_starts_ranks_or_looks_at_the_machine_needs_torch_alone(module):
-    assert imported(module) == ["torch"]
-
-
-def test_the_planner_needs_fake_tensors_and_no_engine():
+def test_the_command_line_needs_torch_alone_and_the_planner_fake_tensors_and_no_engine():
     """Fake tensors import torch._dynamo by themselves."""
-    assert imported("shoal.cli.memory_table") == ["torch", "torch._dynamo"]
+    found, _, _ = after("shoal.cli.start", "shoal.cli.mesh_table", "shoal.cli.doctor", "shoal.cli.memory_table")
+    assert found == [["torch"], ["torch"], ["torch"], ["torch", "torch._dynamo"]]
 
 
 def test_a_rank_imports_no_library_of_others():
-    assert set(imported("shoal.jobs.__main__")) == {
+    assert set(after("shoal.jobs.__main__")[0][0]) == {
         "torch", "torch._dynamo", "torch.distributed.checkpoint", "shoal.engine",
     }  # fmt: skip
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
+
+from shoal.comm import World
+from tests.pool import run_ranks
 
 PLAIN = """
 import json, sys
 from shoal.jobs import lazy_dynamo
-if sys.argv[1] == "later":
-    lazy_dynamo.later()
+lazy_dynamo.later()
 import torch
 """
 FAKE = """
@@ -54,22 +58,29 @@ print(json.dumps([before + coming, read_memory(torch.device("cpu")).bytes, lazy_
 """
 
 
-def said(program: str, when: str = "later") -> list:
-    done = subprocess.run([sys.executable, "-c", PLAIN + program, when], capture_output=True, text=True, timeout=300)
+def said(*programs: str) -> list:
+    """What each of `programs` says, one after the other in a new process in which torch._dynamo comes later."""
+    code = PLAIN + "".join(programs)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_fake_tensors_and_optimizers_do_without_it():
-    assert said(FAKE) == [True, False]
+def said_by_a_rank(world: World, program: str) -> list:
+    """What it says where torch._dynamo has been imported as other modules are."""
+    with redirect_stdout(StringIO()) as out:
+        exec("import json, sys, torch\nfrom shoal.jobs import lazy_dynamo\n" + program, {"__name__": __name__})
+    return json.loads(out.getvalue())
 
 
-def test_what_is_compiled_is_as_if_it_had_always_been_there():
-    later, now = said(COMPILED), said(COMPILED, "now")
+def test_fake_tensors_and_optimizers_do_without_it_and_what_is_compiled_is_as_if_it_had_always_been_there():
+    without, later = said(FAKE, COMPILED)
+    (now,) = run_ranks(said_by_a_rank, 1, COMPILED)
+    assert without == [True, False]
     assert (later[0], now[0]) == (True, False) and later[1:] == now[1:]
     assert later[2] == [7.0, 7.0] and later[3] == [["mul"], ["mul", "inside"]]
 
 
 def test_the_memory_of_a_process_is_told_as_with_it():
-    told, found, more = said(SIZES)
+    ((told, found, more),) = said(SIZES)
     assert told == pytest.approx(found, rel=0.05) and more == 0
