@@ -30,7 +30,7 @@ from shoal.precision import precision
 from tests.parity.cases import CASES
 from tests.pool import run_ranks
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("cache_of_its_own")]
 GPT = {"name": "gpt", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 64, "sequence": 8}
 ROW = {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
 
@@ -54,8 +54,7 @@ def sent(world: World, zero: int) -> int:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_ranks_of_a_host_send_what_is_counted(zero, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_ranks_of_a_host_send_what_is_counted(zero):
     model, numbers = build(GPT), precision("fp32")
     traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {})
     task = Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd))
@@ -83,8 +82,7 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1}
     ],
     ids=str,
 )
-def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan):
     table, row = MODELS[name]
     model, numbers, whole = build(table), precision("fp32"), Plan(**plan)
     traced = profile(Subject(model.factory, model.loss, row, 1, numbers), {"parts": (2,)})
@@ -102,8 +100,7 @@ def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan, tmp_path, monke
 
 
 @pytest.mark.parametrize(("plan", "tied"), [({"pp": 2}, True), ({"pp": 4}, False)], ids=str)
-def test_stages_send_what_is_counted(plan, tied, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_stages_send_what_is_counted(plan, tied):
     model, numbers, whole = build({**GPT, "layers": 4, "tied": tied}), precision("bf16"), Plan(**plan)
     traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {})
     task = Task(traced, here(whole.size, whole.size, torch.bfloat16), 8, numbers_of(numbers, sgd))
@@ -132,9 +129,8 @@ def test_stages_send_what_is_counted(plan, tied, tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_what_blocks_send_again_is_counted(plan, recompute, tmp_path, monkeypatch):
+def test_what_blocks_send_again_is_counted(plan, recompute):
     """Of a selective recompute nothing was: its products are kept, and not what came of collectives."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, numbers, whole = build(GPT), precision("fp32"), Plan(**plan, recompute=recompute)
     traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,), "tokens": (2,), "ring": (2,)})
     cluster = here(2, 2, torch.float32)
@@ -149,9 +145,8 @@ def test_what_blocks_send_again_is_counted(plan, recompute, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2, "recompute": "full"}, {"pp": 2}], ids=str)
-def test_a_last_microbatch_is_counted_with_the_rows_that_it_has(plan, tmp_path, monkeypatch):
+def test_a_last_microbatch_is_counted_with_the_rows_that_it_has(plan):
     """Of 10 rows in microbatches of 4 it has 2: a step was predicted as one of 12."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, numbers, whole = build({**GPT, "tied": False}), precision("fp32"), Plan(**plan)
     traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,), "tokens": (2,)})
     policy = str(plan.get("recompute", "none"))
@@ -180,9 +175,8 @@ def sent_to_experts(world: World, recompute: str) -> int:
     return sum(of.payload for flow, of in world.ledger.traffic.items() if flow.purpose == "experts")
 
 
-def test_tokens_that_blocks_send_again_to_experts_are_counted(tmp_path, monkeypatch):
+def test_tokens_that_blocks_send_again_to_experts_are_counted():
     """How many go to a rank is known of no model before it runs, but how many times as many as without recompute."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     case, numbers = CASES["moe"], precision("fp32")
     traced = profile(Subject(case.factory, case.loss, ROW, 1, numbers), {"experts": (2,)})
     counted, found = {}, {}
@@ -203,9 +197,8 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_what_adapters_send_is_counted(tmp_path, monkeypatch):
+def test_what_adapters_send_is_counted():
     """The input of the first block has no gradient, so in backward it sends less than the others."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = {"name": "hf", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}}
     model, numbers, whole = build(table), precision("fp32"), Plan(tp=2)
     traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,)})

@@ -30,6 +30,7 @@ from shoal.precision import precision
 from tests.planner.models import cluster
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 PAUSE = 0.01
 
 
@@ -63,11 +64,6 @@ def asked(factory: Callable[[], nn.Module], microbatch: int | None = 2) -> tuple
 
 def subject_of(factory: Callable[[], nn.Module]) -> Subject:
     return Subject(factory, loss, {"x": torch.ones(4)}, 1, precision("fp32"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def test_a_forward_that_waits_is_predicted_to_wait():
@@ -249,8 +245,8 @@ def ran(world, cache: str, of_others: Callable[[], nn.Module]) -> list[tuple[Ran
         del os.environ["XDG_CACHE_HOME"]
 
 
-def test_ranks_that_share_cores_run_it_at_once_and_once(tmp_path):
-    told = run_ranks(ran, 2, str(tmp_path), Slow)
+def test_ranks_that_share_cores_run_it_at_once_and_once():
+    told = run_ranks(ran, 2, os.environ["XDG_CACHE_HOME"], Slow)
     assert told[0] == told[1], "all ranks have the same"
     first, second = told[0]
     ((rows, forward, backward, *_),) = first
@@ -264,8 +260,8 @@ def test_ranks_that_share_cores_run_it_at_once_and_once(tmp_path):
     assert forward == pytest.approx(factor * counted), "that ranks crowd each other is not counted twice"
 
 
-def test_a_rank_that_cannot_run_it_keeps_nobody_waiting(tmp_path):
-    assert run_ranks(ran, 2, str(tmp_path), Real) == [[(), ()], [(), ()]]
+def test_a_rank_that_cannot_run_it_keeps_nobody_waiting():
+    assert run_ranks(ran, 2, os.environ["XDG_CACHE_HOME"], Real) == [[(), ()], [(), ()]]
 
 
 def ran_large(world) -> tuple[Ran, ...]:
