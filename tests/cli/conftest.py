@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from shoal.cli import main
+from shoal.comm import World
+from shoal.jobs.read import load_job
+from shoal.jobs.train import train
 from tests.caches import cache_in
 
 JOB = """
@@ -52,6 +56,15 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(corpus=corpus, run_dir=tmp_path / "run"))
     return path
+
+
+def train_here(job_file: Path, *sets: str) -> None:
+    """Trains a job in this process: what else a run has to be there for, or is compared with. No report is drawn and no
+    peak measured, which takes longer than all else."""
+    job, origins = load_job(job_file, list(sets))
+    no_report = patch("shoal.jobs.attempt.write_report", lambda run_dir: run_dir / "report.html")
+    with no_report, patch("shoal.jobs.train.peak_flops", lambda engine: 1e11):
+        train(job, origins, World.single("cpu"))
 
 
 @dataclass(frozen=True)

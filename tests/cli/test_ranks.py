@@ -9,19 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
 
 from shoal import checkpoint
 from shoal.cli.demo import DEMO
-from shoal.comm import World
 from shoal.device import peak
-from shoal.jobs.read import load_job
-from shoal.jobs.train import train
+from shoal.jobs.drill import VARIABLE as DRILL
 from shoal.report.evaluations import read_evaluations
 from shoal.report.metrics import read_metrics
+from tests.cli.conftest import train_here
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -39,15 +37,6 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, seco
     state = f"exit code {process.poll()}"
     process.kill()
     raise AssertionError(f"no step {step} within {seconds:.0f} s; {state}; it said:\n{''.join(process.communicate())}")
-
-
-def train_here(job_file: Path, *sets: str) -> None:
-    """Trains a job in this process: what else a run has to be there for, or is compared with. No report is drawn and no
-    peak measured, which takes longer than all else."""
-    job, origins = load_job(job_file, list(sets))
-    no_report = patch("shoal.jobs.attempt.write_report", lambda run_dir: run_dir / "report.html")
-    with no_report, patch("shoal.jobs.train.peak_flops", lambda engine: 1e11):
-        train(job, origins, World.single("cpu"))
 
 
 @pytest.mark.usefixtures("forked")
@@ -90,6 +79,15 @@ def test_a_signal_that_reaches_a_rank_alone_ends_the_run_with_its_code(start, jo
     assert row.state == "ok"
 
 
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """Ranks wait before each step: those that train on beside a test leave it the cores."""
+    (tmp_path / "drill").mkdir()
+    (tmp_path / "drill/pace").write_text("0.05 1000000")
+    monkeypatch.setenv(DRILL, str(tmp_path / "drill"))
+
+
+@pytest.mark.usefixtures("slow", "forked")
 def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_until_a_rank_dies(start, shoal, job_file, tmp_path):
     """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at
     once: from the last checkpoint, and it says so; where the state was on a disk, from the last update."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.report.metrics import RunRecords, read_metrics
+from tests.cli.conftest import train_here
 
 SERVED = ("--roles", "ps=1,worker=2")
 TABLE = ("model.tied=false", 'server.tables=["token_embedding.weight"]')
@@ -24,12 +25,13 @@ def read(run_dir: Path) -> RunRecords:
 
 def test_a_server_and_workers_train_what_ranks_train_and_any_plan_goes_on(shoal, job_file, tmp_path):
     """Under `sync` a step is that of ranks, whatever its gradient is a mean of."""
-    some = ("--set", "train.steps=4", "--set", "run.eval_every=2", "--set", "train.clip=0.5")
-    done = shoal("train", job_file, *SERVED, *some, "--set", "server.policy=sync")
+    some = ("train.steps=4", "run.eval_every=2", "train.clip=0.5")
+    given = [word for each in (*some, "server.policy=sync") for word in ("--set", each)]
+    done = shoal("train", job_file, *SERVED, *given)
     assert (done.code, done.err) == (0, "")
     assert "starting 1 parameter server, 2 workers" in done.out and "all 4 steps were trained" in done.out
     ranks = tmp_path / "ranks"
-    assert shoal("train", job_file, "--nproc", 1, *some, "--set", f"run.dir={ranks}").code == 0
+    train_here(job_file, *some, f"run.dir={ranks}")
     served, plain = read(tmp_path / "run"), read(ranks)
     assert [each.step for each in served.steps] == [1, 2, 3, 4]
     for mine, theirs in zip(served.steps, plain.steps, strict=True):
@@ -42,7 +44,7 @@ def test_a_server_and_workers_train_what_ranks_train_and_any_plan_goes_on(shoal,
     assert (last.step, last.pushes, last.dropped, last.policy) == (4, 8, 0, "sync")
     assert sum(each["pushes"] for each in last.clients) == 8 and set(last.lags) == {"0"}
     assert not (tmp_path / "run/logs/worker0.log").read_text().count("Traceback")
-    assert shoal("train", job_file, "--nproc", 1, *some, "--set", "train.steps=5").code == 0
+    train_here(job_file, *some, "train.steps=5")
     assert read(tmp_path / "run").steps[-1].step == 5
 
 
