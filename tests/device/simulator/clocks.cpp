@@ -3,7 +3,7 @@
 // Each queue counts its operations. Its clock says of every queue how many operations are known to come before its next
 // one: its own, those before events it waits for, and those that the host knew to be done when it gave the work. Two
 // accesses to the same bytes, one of them a write, are a race if the later queue's clock does not know the earlier one.
-#include <ATen/ATen.h>
+#include <ATen/ops/zeros.h>
 
 #include "simulator.h"
 

@@ -2,14 +2,15 @@
 //
 // A copy is work of the current stream. The host waits for it where CUDA's does: unless it is asked not to, and always
 // where it would read or write memory of the host that is not pinned.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/native/Resize.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <torch/library.h>
 
 #include "simulator.h"

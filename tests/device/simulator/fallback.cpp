@@ -3,7 +3,12 @@
 // What comes out is known before: the operation is called on meta tensors for the shapes, memory is allocated, and a
 // task is given that reads and writes it. Where shapes depend on data (`nonzero`) or the result is no tensor (`equal`),
 // the host waits, as CUDA's does. Random operations draw a seed from the device's generator when they are given.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
 
@@ -47,7 +52,7 @@ static void to_results_of_cuda(const std::string& name, const Stack& arguments, 
   if (name != "aten::_embedding_bag" && name != "aten::_embedding_bag_forward_only") return;
   const Tensor offsets = arguments[2].toTensor(), bag_sizes = results[2].toTensor();
   const Tensor places = at::arange(arguments[1].toTensor().numel(), offsets.options());
-  results[1] = at::searchsorted(offsets, places, /*out_int32=*/false, /*right=*/true) - 1;
+  results[1] = at::searchsorted(offsets, places, /*out_int32=*/false, /*right=*/true).sub(1);
   results[2] = at::constant_pad_nd(bag_sizes, {0, offsets.numel() - bag_sizes.numel()});
   if (arguments[4].toInt() != 2) results[3] = at::empty({0}, offsets.options());
 }

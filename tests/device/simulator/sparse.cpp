@@ -1,11 +1,12 @@
 // Sparse tensors: what makes them of indices and values, and takes them apart. It looks at no numbers, so what torch has
 // for the CPU is right for the device, too. Only what sums repeated indices does: the host waits for it, as CUDA's does.
 // The gradient of an embedding bag may be sparse, so it is made of operations on the device.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/_coalesced_native.h>
 #include <ATen/ops/_embedding_bag_backward_native.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
 #include <ATen/ops/_values_native.h>
 #include <ATen/ops/dense_dim_native.h>
