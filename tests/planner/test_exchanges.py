@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from shoal import Engine, Plan
 from shoal.assembly.recipe import Recipe
 from shoal.chunks.assign import ChunkKey, assign
 from shoal.comm import World
+from shoal.comm.ledger import Flow, Traffic
 from shoal.exchange.tuning import SMALLEST, USUAL_CHUNK, best_size
-from shoal.models import build
+from shoal.models import ModelSpec, build
 from shoal.planner import Subject
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Link
@@ -37,6 +40,17 @@ ROW = {"input_ids": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+def sent_in_a_step(
+    model: ModelSpec, whole: Plan, row: dict[str, Any] = ROW, rank: int = 0, **own: Any
+) -> Mapping[Flow, Traffic]:
+    """What the engine of `rank` sends, by flow, in the second step of two: the first agrees on names, and those that
+    follow send the same."""
+    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
+    given |= {"loss": model.loss, "optimizer": sgd, **own}
+    rows = [row] * (2 * own["global_batch"])
+    return rehearse(model.factory, Recipe.taken_from(given), whole, rows, rank=rank, steps=2)[-1].traffic
 
 
 def sent(world: World, zero: int) -> int:
@@ -92,9 +106,7 @@ def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan):
     task = Task(traced, replace(cluster, hosts=(host,), between=steps), 8, numbers_of(numbers, sgd))
     spread = Spread(copies=whole.dp, parts=whole.tp, stages=whole.pp)
     counted = agreed(Search(task).prices, Choice(spread, 4, zero=whole.zero), 1)
-    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
-    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 4, "clip": 1.0}
-    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [row] * 32)[-1].traffic
+    traffic = sent_in_a_step(model, whole, row, global_batch=8, microbatch=4, clip=1.0)
     agreeing = [(flow, of.calls) for flow, of in traffic.items() if flow.purpose in BALLOTS]
     assert counted == sum(ROUNDS[flow.operation] * calls for flow, calls in agreeing) > 0
 
@@ -107,10 +119,8 @@ def test_stages_send_what_is_counted(plan, tied):
     choice = Choice(Spread(copies=whole.dp, stages=whole.pp), 2, schedule="1f1b")
     searched = Search(task)
     estimate = searched.simulated(searched.estimate(choice))
-    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
-    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 2, "precision": "bf16"}
     rank = slowest(estimate.stages, whole.pp)[0] * whole.dp
-    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32, rank=rank)[-1].traffic
+    traffic = sent_in_a_step(model, whole, rank=rank, global_batch=8, microbatch=2, precision="bf16")
     sends = {flow: of.payload for flow, of in traffic.items() if flow.purpose not in BALLOTS}
     found = sum(of for flow, of in sends.items() if flow.operation != "recv" and flow.group != "dp")  # replicas: one
     assert sum(estimate.wire.values()) == pytest.approx(found, rel=0.01), sends
@@ -137,9 +147,7 @@ def test_what_blocks_send_again_is_counted(plan, recompute):
     task = Task(traced, cluster, 8, numbers_of(numbers, sgd), recompute=(recompute,))
     search = Search(task)
     estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4)))
-    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
-    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 4}
-    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32)[-1].traffic
+    traffic = sent_in_a_step(model, whole, global_batch=8, microbatch=4)
     sent = sum(of.payload for flow, of in traffic.items() if flow.purpose in ("activations", "logits", "attention"))
     assert sum(value for what, value in estimate.wire.items() if what != "copies") == pytest.approx(sent)
 
@@ -152,9 +160,7 @@ def test_a_last_microbatch_is_counted_with_the_rows_that_it_has(plan):
     policy = str(plan.get("recompute", "none"))
     search = Search(Task(traced, here(2, 2, torch.float32), 10, numbers_of(numbers, sgd), 4, recompute=(policy,)))
     estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4, schedule="1f1b")))
-    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
-    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 10, "microbatch": 4}
-    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 40)[-1].traffic
+    traffic = sent_in_a_step(model, whole, global_batch=10, microbatch=4)
     kinds = ("activations", "logits", "attention", "forward", "backward")
     sent = sum(of.payload for flow, of in traffic.items() if flow.operation != "recv" and flow.purpose in kinds)
     assert estimate.microbatches == 3
@@ -204,9 +210,7 @@ def test_what_adapters_send_is_counted():
     traced = profile(Subject(model.factory, model.loss, ROW, 1, numbers), {"parts": (2,)})
     search = Search(Task(traced, here(2, 2, torch.float32), 8, numbers_of(numbers, sgd)))
     estimate = search.simulated(search.estimate(Choice(Spread.of(whole), 4)))
-    given = {each: known.default for each, known in inspect.signature(Engine.__init__).parameters.items()}
-    own = {"loss": model.loss, "optimizer": sgd, "global_batch": 8, "microbatch": 4}
-    traffic = rehearse(model.factory, Recipe.taken_from({**given, **own}), whole, [ROW] * 32)[-1].traffic
+    traffic = sent_in_a_step(model, whole, global_batch=8, microbatch=4)
     sent = sum(of.payload for flow, of in traffic.items() if flow.purpose in ("activations", "logits"))
     assert estimate.wire["parts"] == pytest.approx(sent)
 
