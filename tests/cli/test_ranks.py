@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -28,10 +29,14 @@ def losses(run_dir: Path) -> list[float]:
     return [record.loss for record in read_metrics(run_dir / "metrics.jsonl").steps]
 
 
+def has_step(run_dir: Path, step: int) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and len(losses(run_dir)) >= step
+
+
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
-        if (run_dir / "metrics.jsonl").exists() and len(losses(run_dir)) >= step:
+        if has_step(run_dir, step):
             return
         time.sleep(0.05)
     state = f"exit code {process.poll()}"
@@ -68,14 +73,22 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
     assert len(losses(run_dir)) == row.step + 2
 
 
-def test_a_signal_that_reaches_a_rank_alone_ends_the_run_with_its_code(start, job_file, tmp_path):
-    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=0")
-    wait_for_step(process, tmp_path / "run", 5)
-    ranks = psutil.Process(process.pid).children()
-    next(rank for rank in ranks if rank.name() == "shoal-rank1").send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl").end.reason == "stopped by SIGTERM"  # type: ignore[union-attr]
-    (row,) = checkpoint.listing(tmp_path / "run" / "checkpoints")
+@pytest.mark.usefixtures("forked")
+def test_a_signal_that_reaches_a_rank_alone_ends_the_run_with_its_code(shoal, job_file, tmp_path):
+    run_dir = tmp_path / "run"
+
+    def stop() -> None:
+        while not has_step(run_dir, 5):
+            time.sleep(0.05)
+        ranks = psutil.Process().children()
+        next(rank for rank in ranks if rank.name() == "shoal-rank1").send_signal(signal.SIGTERM)
+
+    Thread(target=stop, daemon=True).start()
+    long = ("--set", "train.steps=1000000", "--set", "train.seconds=60", "--set", "run.save_every=0")
+    ended = shoal("train", job_file, "--nproc", 2, *long)
+    assert ended.code == 128 + signal.SIGTERM
+    assert read_metrics(run_dir / "metrics.jsonl").end.reason == "stopped by SIGTERM"  # type: ignore[union-attr]
+    (row,) = checkpoint.listing(run_dir / "checkpoints")
     assert row.state == "ok"
 
 
