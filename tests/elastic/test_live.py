@@ -18,14 +18,13 @@ import pytest
 
 from shoal.chaos.nodes import ranks_of
 from shoal.chaos.verdict import batches_of, check_samples, read_dealt
-from shoal.comm import World
 from shoal.elastic.nodes import SECRET
 from shoal.jobs.drill import VARIABLE as DRILL
 from shoal.jobs.plans import kept
 from shoal.jobs.read import load_job
-from shoal.jobs.train import train
 from shoal.report.jsonl import read_lines
 from shoal.report.replace import replace_text
+from tests.cli.conftest import train_here
 from tests.elastic.test_nodes import Cli, records, steps_done, until, write_job
 
 STEPS, BATCH = 400, 24
@@ -109,8 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], lis
             patch.delenv(DRILL, raising=False)
             patch.setenv("XDG_CACHE_HOME", str(alone.folder / "cache"))
             patch.chdir(alone.folder)
-            job, origins = load_job(Path("job.toml"), [f"train.microbatch={BATCH}"])
-            train(job, origins, World.single("cpu"))
+            train_here(Path("job.toml"), f"train.microbatch={BATCH}")
         return [each.loss for each in records(alone.folder).steps]
 
     return losses

@@ -42,7 +42,8 @@ def draw_nothing(run_dir: Path) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No report is drawn and no peak measured."""
-    monkeypatch.setattr("shoal.jobs.attempt.write_report", draw_nothing)
+    for module in ("attempt", "served.serve", "evaluator"):
+        monkeypatch.setattr(f"shoal.jobs.{module}.write_report", draw_nothing)
     monkeypatch.setattr("shoal.jobs.train.peak_flops", lambda engine: 1e11)
 
 

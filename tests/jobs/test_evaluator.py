@@ -20,7 +20,7 @@ from shoal.jobs.export import evaluate_run
 from shoal.jobs.train import train
 from shoal.jobs.write import write_resolved
 from shoal.report.evaluations import read_evaluations
-from tests.jobs.conftest import draw_nothing, records_of
+from tests.jobs.conftest import records_of
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("quick")]
 
@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("quick")]
 @pytest.fixture(autouse=True)
 def sparing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluator, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(evaluator, "write_report", draw_nothing)
 
 
 def test_it_finds_what_the_run_found_itself(make_job, alone, capsys):

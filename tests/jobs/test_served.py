@@ -36,6 +36,7 @@ from shoal.launch.tf_config import local_cluster
 from shoal.report.metrics import RunRecords, read_metrics
 from shoal.server import Async, Batch, BoundedStaleness, Sync
 
+pytestmark = pytest.mark.usefixtures("quick")
 SECRET = "a secret of these tests"
 
 

@@ -24,6 +24,7 @@ from shoal.report.evaluations import read_evaluations
 from shoal.report.metrics import read_metrics
 from tests.jobs.test_served import SECRET, run, tables
 
+pytestmark = pytest.mark.usefixtures("quick")
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 257,
