@@ -104,6 +104,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return any(mark not in text for mark in needed) or None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """Processes that collect at once begin in different rooms, so that each rewrites the assertions of some files, and
+    finds those of the others rewritten."""
+    report: pytest.CollectReport = yield
+    worker: dict[str, Any] = getattr(collector.config, "workerinput", {})
+    if worker and collector.path == Path(__file__).parent:
+        first = len(report.result) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result[:] = report.result[first:] + report.result[:first]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the rows of THINNED to the matrix; puts long files first where several processes share the files."""
@@ -112,7 +124,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in thinned:
             item.add_marker(pytest.mark.matrix)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: next((i for i, file in enumerate(LONG) if item.nodeid.startswith(file)), len(LONG)))
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, str]:
+    """Where a test's file stands among those of all processes, whichever each has collected first."""
+    long = next((i for i, file in enumerate(LONG) if item.nodeid.startswith(file)), len(LONG))
+    return long, item.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
