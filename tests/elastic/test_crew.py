@@ -19,7 +19,7 @@ from shoal.elastic.events import SAVE as SAVED
 from shoal.elastic.messages import Admitted, Report, Start
 from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
-from shoal.launch.board import FIRST, SAVE, Progress
+from shoal.launch.board import FIRST, SAVE, STEP, Board, Progress
 from shoal.launch.fork_server import NAME
 
 SCRIPT = """
@@ -140,6 +140,23 @@ def test_a_rank_that_has_left_and_ends_before_anybody_looks_has_not_finished(cre
         time.sleep(0.01)
     report = left(made, 10.0)
     assert (report.outcome, report.step, report.ranks, report.holds) == ("lost", 7, 0, False)
+
+
+def test_a_step_that_a_rank_has_shown_counts_for_its_generation_alone(crew):
+    """Ranks that go back to a checkpoint would be said to train the steps behind it again at each later change."""
+    made = crew("wait", 1)
+    ready(made, 1)
+    for generation, step in ((1, 12), (2, 7)):
+        made.place(start_of(generation, 1))
+        if generation == 1:
+            board = Board(made._workers[0]._board, lambda: None)
+            board.show(STEP, step)
+            board.close()
+        until = time.monotonic() + 2 * room._LOOK_AT_BOARDS
+        while time.monotonic() < until:
+            assert made.look() is None
+        made.leave(NOW)
+        assert left(made).step == step
 
 
 def command_line(process: int) -> str:

@@ -96,8 +96,9 @@ class Worker:
                 self.left = record
 
     def take(self, place: Place) -> None:
-        """Makes the process a rank."""
+        """Makes the process a rank, which has shown nothing of this generation."""
         self.place, self.left = place, None
+        self._board.unlink(missing_ok=True)
         self.process.rank = place.rank
         self._line.send(place)
 
