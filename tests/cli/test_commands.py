@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -266,6 +267,25 @@ def test_a_loss_that_is_not_finite_ends_with_code_3(shoal, job_file):
     assert answer.code == 3
     assert answer.err.startswith("error: step ")
     assert "Traceback" not in answer.err
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_told_so(shoal, tmp_path):
+    """Where the only disk is full, `import torch` fails so, too, if it brings dill along."""
+    with pytest.MonkeyPatch.context() as away:
+        away.setattr(tempfile, "tempdir", None)
+        away.setenv("TMPDIR", str(tmp_path / "nowhere"))
+        (wrong,) = doctor._temporary()
+        said = f"TMPDIR = {tmp_path / 'nowhere'} cannot be written, {tempfile.gettempdir()} is used"
+        assert (wrong.state, wrong.found) == ("WARN", said)
+        away.setattr(tempfile, "tempdir", None)
+        away.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+        (none,), (ranks, _) = doctor._temporary(), doctor._two_ranks()
+        assert none.state == ranks.state == "FAIL" and "set TMPDIR" in none.fix
+        away.setattr(doctor, "examine", tempfile.gettempdir)
+        answer = shoal("doctor")
+    assert answer.code == 2 and "Traceback" not in answer.err
+    assert answer.err.startswith("error: [Errno 2] No usable temporary directory found in ['/proc/nowhere']. ")
+    assert "set TMPDIR" in answer.err
 
 
 def test_the_doctor_names_what_is_missing_and_what_to_do(monkeypatch, capsys):

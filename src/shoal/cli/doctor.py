@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -51,7 +52,7 @@ def examine() -> tuple[list[Check], list[Link], dict[str, float]]:
     """Returns all checks in the order in which a run would need them, the measured links between two ranks, and the
     FLOP/s of matrix products by format. Takes about ten seconds."""
     looks: list[Callable[[], list[Check]]] = [
-        _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler,
+        _versions, _devices, _cores, _memory, _shared_memory, _disk, _temporary, _loopback, _compiler,
     ]  # fmt: skip
     checks = [check for look in looks for check in look()]
     peak, peaks = _peaks()
@@ -140,6 +141,19 @@ def _disk() -> list[Check]:
     return [Check("disk", "WARN" if low else "OK", f"{units.size(usage.free)} free here", fix)]
 
 
+def _temporary() -> list[Check]:
+    given = os.environ.get("TMPDIR")
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        fix = "free space there, or set TMPDIR to a folder that can be written"
+        return [Check("temporary files", "FAIL", error.strerror, fix)]
+    if given and os.path.abspath(given) != folder:
+        fix = "make that folder, free space there, or set TMPDIR to another one"
+        return [Check("temporary files", "WARN", f"TMPDIR = {given} cannot be written, {folder} is used", fix)]
+    return [Check("temporary files", "OK", f"in {folder}")]
+
+
 def _loopback() -> list[Check]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -165,18 +179,19 @@ def _compiler() -> list[Check]:
 def _two_ranks() -> tuple[Check, list[Link]]:
     """Launches two ranks that sum a tensor and measure their links; on CPU where there are fewer than two GPUs."""
     env = {} if len(accelerators()) >= 2 else WITHOUT_ACCELERATORS
-    with scratch("doctor") as folder:
-        result = folder / "result.json"
-        began = time.perf_counter()
-        try:
+    began = time.perf_counter()
+    try:
+        with scratch("doctor") as folder:
+            result = folder / "result.json"
             code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, env=env, run_dir=folder)
-        except ShoalError as error:
-            return Check("two ranks", "FAIL", str(error), "see the message"), []
-        seconds = time.perf_counter() - began
-        if code or not result.exists():
-            found = f"ended with exit code {code}, see above"
-            return Check("two ranks", "FAIL", found, "see the first error above"), []
-        links = [Link(**{**row, "rows": tuple(map(tuple, row["rows"]))}) for row in json.loads(result.read_text())]
+            rows = json.loads(result.read_text()) if not code and result.exists() else None
+    except (ShoalError, OSError) as error:
+        return Check("two ranks", "FAIL", str(error), "see the message"), []
+    if rows is None:
+        found = f"ended with exit code {code}, see above"
+        return Check("two ranks", "FAIL", found, "see the first error above"), []
+    seconds = time.perf_counter() - began
+    links = [Link(**{**row, "rows": tuple(map(tuple, row["rows"]))}) for row in rows]
     found = "; ".join(str(link) for link in links)
     return Check("two ranks", "OK", f"started, met and measured in {units.duration(seconds)}; {found}"), links
 
