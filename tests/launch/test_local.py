@@ -246,6 +246,20 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> No
             launch_roles([__file__], {"worker": 1, "evaluator": 1}, run_dir=run_dir)
 
 
+def test_a_server_that_ends_because_a_worker_cannot_go_on_is_no_error_of_its_own(tmp_path: Path, capfd) -> None:
+    """Also before it heeds signals itself."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, time\n"
+        "from shoal.errors import UserError\n"
+        "if json.loads(os.environ['TF_CONFIG'])['task']['type'] == 'worker':\n"
+        "    raise UserError('the corpus is empty')\n"
+        "time.sleep(600)\n"
+    )
+    assert launch_served([str(program)], {"ps": 1, "worker": 1}, tmp_path / "run") == UserError.exit_code
+    assert capfd.readouterr().err == "error: the worker 0 has failed: the corpus is empty\n"
+
+
 @pytest.fixture
 def sleeping_run(script, tmp_path: Path):
     """A launcher of two ranks that tell their ids and sleep."""

@@ -147,7 +147,7 @@ def _temporary() -> list[Check]:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
         fix = "free space there, or set TMPDIR to a folder that can be written"
-        return [Check("temporary files", "FAIL", error.strerror, fix)]
+        return [Check("temporary files", "FAIL", str(error), fix)]
     if given and os.path.abspath(given) != folder:
         fix = "make that folder, free space there, or set TMPDIR to another one"
         return [Check("temporary files", "WARN", f"TMPDIR = {given} cannot be written, {folder} is used", fix)]

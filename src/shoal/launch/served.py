@@ -104,9 +104,10 @@ class _Task:
         self.gone = True
         code, failure = self.process.process.returncode, read_failure(self.process.failure_file)
         why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        ended = 128 - code if code < 0 else code  # as a shell says it
+        if self._kept_down and ended in _STOPPED and failure is None:
+            return ended
         if code in _STOPPED and failure is None:
-            if self._kept_down:
-                return code
             why = f"was stopped by {signal.Signals(code - 128).name}"
         if failure is not None:
             why = f"has failed: {failure.message}"
@@ -121,7 +122,7 @@ class _Task:
         if code:
             where = "" if self._log is None or (failure is not None and not failure.traceback) else f": see {self._log}"
             _say(f"error: the {self.name} {why}{where}")
-        return 128 - code if code < 0 else code
+        return ended
 
     def is_fatal(self, code: int) -> bool:
         """Returns whether the others cannot make up for its end."""
