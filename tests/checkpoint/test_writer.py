@@ -184,6 +184,22 @@ def test_last_error_shows_without_raising(tmp_path: Path, monkeypatch: pytest.Mo
     assert writer.last_error is None
 
 
+@pytest.mark.parametrize("keep, remedy", [(1, "free space there"), (2, "free space there, or keep fewer checkpoints")])
+def test_a_full_disk_is_told_with_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep, remedy
+) -> None:
+    """The newest checkpoint is kept until the next one is whole."""
+    save_alone(tmp_path, 1, {"w": torch.zeros(3)}, keep=keep)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(dcp, "write_pieces", fail)
+    with pytest.raises(CheckpointError, match=f"No space left on device; {remedy}$"):
+        save_alone(tmp_path, 2, {"w": torch.zeros(3)}, keep=keep)
+    assert steps(tmp_path) == ["step-00000001"]
+
+
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written to"):

@@ -53,14 +53,16 @@ class Failure:
     cause: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
+    def of(cls, rank: int, error: BaseException, keep: int) -> Failure:
         """Makes the failure from the OSError at the root of `error`, if any: torch turns a full disk into a complaint
-        about file positions."""
+        about file positions. `keep`: of the job."""
         root, inner = error, error.__cause__ or error.__context__
         while inner is not None:
             root = inner if isinstance(inner, OSError) else root
             inner = inner.__cause__ or inner.__context__
-        remedy = "; free space there, or keep fewer checkpoints" if getattr(root, "errno", None) in _FULL else ""
+        remedy = ""
+        if getattr(root, "errno", None) in _FULL:  # the newest checkpoint stays until the next one is whole
+            remedy = "; free space there, or keep fewer checkpoints" if keep > 1 else "; free space there"
         return cls(rank, f"rank {rank} on {socket.gethostname()}: {type(root).__name__}: {root}{remedy}")
 
 
@@ -73,9 +75,9 @@ def save_together(job: Job, meeting: Meeting) -> None:
     """
     tmp, rank = directory.tmp_of(job.path), meeting.rank
     if rank == 0:
-        meeting.put("begin", _try(rank, lambda: _begin(tmp)))
+        meeting.put("begin", _try(rank, job.keep, lambda: _begin(tmp)))
     begin = meeting.get("begin", job.timeout)
-    meeting.put(f"report/{rank}", begin or _try(rank, lambda: _write(tmp, rank, job.pieces)))
+    meeting.put(f"report/{rank}", begin or _try(rank, job.keep, lambda: _write(tmp, rank, job.pieces)))
     if rank == 0:
         meeting.put("done", _conclude(job, meeting))
     failure = meeting.get("done", 2 * job.timeout)  # rank 0 may have waited `timeout` for a silent rank
@@ -84,13 +86,13 @@ def save_together(job: Job, meeting: Meeting) -> None:
         raise CheckpointError(f"saving the checkpoint of step {job.step} in {job.path.parent} failed: {failure.cause}")
 
 
-def _try(rank: int, action: Callable[[], T]) -> T | Failure:
+def _try(rank: int, keep: int, action: Callable[[], T]) -> T | Failure:
     """Returns the action's result, or its Failure. Every error is caught: a rank that stays silent would make the
     others wait."""
     try:
         return action()
     except Exception as error:
-        return Failure.of(rank, error)
+        return Failure.of(rank, error, keep)
 
 
 def _begin(tmp: Path) -> None:
@@ -112,7 +114,7 @@ def _conclude(job: Job, meeting: Meeting) -> Failure | None:
     deadline = time.monotonic() + job.timeout
     reports = [_report(meeting, rank, deadline) for rank in range(meeting.size)]
     failures = [report for report in reports if isinstance(report, Failure)]
-    failure = failures[0] if failures else _try(0, lambda: _publish(job, cast(list[dcp.Written], reports)))
+    failure = failures[0] if failures else _try(0, job.keep, lambda: _publish(job, cast(list[dcp.Written], reports)))
     if failure is not None:
         shutil.rmtree(directory.tmp_of(job.path), ignore_errors=True)
     return failure
