@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import Group, World, shm_segment
+from shoal.comm import Group, World, shm, shm_segment
 from shoal.comm.alike import gather_alike, meet_alike
 from shoal.comm.emulate import Throttled
 from shoal.comm.shm import Shared
@@ -233,6 +233,23 @@ def test_no_room_is_said_once_and_all_do_without(for_allocation):
     (without, (message,)), other = run_ranks(no_room, 2, for_allocation)
     assert without and other == (True, [])
     assert "shared memory cannot be used: rank 0 cannot have" in message and "No space left" in message
+
+
+def no_kernels(world: World) -> tuple[bool, list[str]]:
+    kernels, shm.library = shm.library, lambda: None
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            return open_shared(world) is None, [str(warning.message) for warning in caught]
+    finally:
+        shm.library = kernels
+
+
+@pytest.mark.fast
+def test_ranks_without_kernels_are_told_where_to_look():
+    """There may be a compiler that does not compile them."""
+    said = "shared memory cannot be used: rank 0 does not have the native kernels (`shoal doctor` says more)"
+    assert run_ranks(no_kernels, 2) == [(True, [said]), (True, [])]
 
 
 def one_cannot_map(world: World) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.native import cache
+from shoal.native import cache, compiled
 
 pytestmark = pytest.mark.fast
 
@@ -181,3 +181,11 @@ def test_what_cannot_be_built_is_not_tried_elsewhere(folder):
     with pytest.raises(RuntimeError, match="could not compile"):
         cache.load("kernels-test", fails)
     assert list(folder.iterdir()) == [] and list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+def test_a_compiler_that_writes_nothing_is_named(folder):
+    with pytest.raises(
+        RuntimeError, match=r"true could not compile the kernels: it ended with exit code 0 and said no"
+    ):
+        compiled("kernels", ["true"], [], [])
+    assert list(folder.iterdir()) == []

@@ -166,13 +166,16 @@ def _loopback() -> list[Check]:
 
 
 def _compiler() -> list[Check]:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    compiler, given = native.compiler(), os.environ.get("CC")
     if compiler is None:
         fix = "install gcc or clang, or set CC"
         return [Check("C compiler", "WARN", "none: torch's slower operations are used", fix)]
     if native.library() is None:
         fix = "see the warning; is SHOAL_NATIVE=0 set?"
         return [Check("C compiler", "WARN", f"{compiler} does not compile the kernels, torch is used", fix)]
+    if given and shutil.which(given) is None:
+        fix = "set CC to the path of a compiler, or leave it out"
+        return [Check("C compiler", "WARN", f"CC = {given} is no program, {compiler} is used", fix)]
     return [Check("C compiler", "OK", f"{compiler}; native kernels are ready")]
 
 

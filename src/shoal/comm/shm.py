@@ -60,7 +60,7 @@ class Shared:
         """
         kernels = library()
         num_bytes = kernels.shoal_shm_bytes(size) if kernels else 0
-        obstacle = "" if kernels else f"rank {rank} has no C compiler for the kernels"
+        obstacle = "" if kernels else f"rank {rank} does not have the native kernels (`shoal doctor` says more)"
         meet = meeting_in(dist.PrefixStore("segment", store), rank, size)
         segment = open_segment(meet, rank, num_bytes, obstacle)
         if segment is None or kernels is None:

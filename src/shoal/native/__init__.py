@@ -101,22 +101,28 @@ def library() -> Any:
     return _Nothing() if pretends() else _library()
 
 
+def compiler() -> str | None:
+    """Returns the path of the C compiler: of CC, or where that is no program of another one; None where there is
+    none."""
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+
+
 @once
 def _library() -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if os.environ.get("SHOAL_NATIVE") == "0" or compiler is None:
+    program = compiler()
+    if os.environ.get("SHOAL_NATIVE") == "0" or program is None:
         return None
     try:
-        return _load(compiler)
+        return _load(program)
     except (OSError, RuntimeError) as error:  # no usable folder for the cache, or an error of the compiler
         warnings.warn(f"Shoal's kernels cannot be had, torch is used instead: {error}", stacklevel=2)
         return None
 
 
-def _load(compiler: str) -> ctypes.CDLL:
+def _load(program: str) -> ctypes.CDLL:
     """Compiles the kernels if they are not in the cache, and loads them. Raises OSError or RuntimeError."""
     files = sorted(Path(__file__).parent.glob("*.[ch]"))
-    kernels = compiled("kernels", [compiler, *_FLAGS], [file for file in files if file.suffix == ".c"], files)
+    kernels = compiled("kernels", [program, *_FLAGS], [file for file in files if file.suffix == ".c"], files)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(kernels, name)
         function.restype, function.argtypes = result, arguments
@@ -131,8 +137,9 @@ def compiled(name: str, command: list[str], sources: list[Path], files: list[Pat
     def build(target: Path) -> None:
         log.info("compiling the %s, once on this machine", name)
         done = subprocess.run([*command, "-o", str(target), *map(str, sources)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{command[0]} could not compile the {name}: {done.stderr.strip()[:500]}")
+        if done.returncode or not target.exists():
+            said = done.stderr.strip()[:500] or f"it ended with exit code {done.returncode} and said nothing"
+            raise RuntimeError(f"{command[0]} could not compile the {name}: {said}")
 
     key = [*(file.read_bytes() for file in files), *(each.encode() for each in (*command, *versions))]
     return cache.load(f"{name}-{_fingerprint(key)}", build)

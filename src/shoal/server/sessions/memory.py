@@ -45,7 +45,8 @@ class Memory:
         """Opens the memory of two processes that meet by `meet`; returns None, at both, where one cannot have it."""
         kernels = library()
         num_bytes = kernels.shoal_pipe_bytes() if kernels else 0
-        segment = open_segment(meet, rank, num_bytes, "" if kernels else f"rank {rank} has no C compiler")
+        obstacle = "" if kernels else f"rank {rank} does not have the native kernels"
+        segment = open_segment(meet, rank, num_bytes, obstacle)
         return None if segment is None else cls(segment, rank, end, seconds)
 
     def send(self, body: bytes, tensors: Sequence[Tensor]) -> None:
