@@ -134,7 +134,7 @@ def test_more_is_never_slower() -> None:
 def test_what_fills_a_budget_is_not_above_it() -> None:
     """By rounding it was, of one budget in a few: plans that fitted were refused, and with more memory there was
     none."""
-    for memory in range(400, 600):
+    for memory in range(400, 430):
         asked = Search(task(model(3, 5e7), cluster(1, 1, memory * 1.37 * MIB), microbatch=1))
         choices = [each for spread in asked.spreads() for each in asked.choices(spread) if each.offload is not None]
         filled = [asked.holds(each) for each in choices]
