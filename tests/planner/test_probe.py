@@ -28,6 +28,7 @@ from shoal.planner.search import Search
 from shoal.planner.task import Choice, Task
 from shoal.precision import precision
 from tests.planner.models import cluster
+from tests.planner.models import task as made
 from tests.pool import run_ranks
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -298,6 +299,16 @@ def test_rows_that_were_not_timed_take_as_long_each_as_those_did_beyond_the_firs
     assert seconds(both, 16)[1] == pytest.approx(19 + 12 * 3.5625, rel=1e-4)
     assert seconds([Ran(1, 5.0, 9.0, 0.0, 0.0), Ran(4, 18.5, 36.0, 0.0, 0.0)], 8) == pytest.approx((36.5, 72.0))
     assert seconds([*both, Ran(16, 8.0, 8.0, 0.0, 0.0)], 32)[0] == pytest.approx(8 + 16 * 0.375)
+
+
+def test_ranks_that_divide_tokens_take_as_long_a_row_as_of_fewer_rows_and_those_that_divide_matrices_as_of_all():
+    """Of 8 rows a GPT on four ranks that share its matrices was predicted as of two, a quarter to a third too slow."""
+    factors = ((2, 8.0, 6.0, 4.0, 2.0), (4, 4.0, 3.0, 2.0, 1.0))
+    prices = Search(replace(made(), probed=factors)).prices
+    own = prices.pieces[1]
+    assert prices._probed(own, Spread(parts=2), 4) == prices._probed(own, Spread(), 4) == factors[1][1:]
+    assert prices._probed(own, Spread(tokens=2), 4) == prices._probed(own, Spread(parts=2, tokens=2), 4)
+    assert prices._probed(own, Spread(tokens=2), 4) == factors[0][1:]
 
 
 def test_between_two_numbers_of_rows_factors_follow_the_logarithm():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 
@@ -219,11 +219,12 @@ class Prices:
 
     def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: float) -> tuple[float, ...]:
         """How many times longer than counted forward, backward and some and all of the blocks that are computed again
-        take, of as many rows as a rank has a share of."""
+        take, of as many rows as a rank has a share of: all of them, where ranks divide matrices, of which what comes
+        once with a microbatch is divided too."""
         if not (probed := self.task.probed):
             return (1.0,) * 4
-        whole = math.fsum(part.products.value for part in own)
-        share = math.fsum(part.products.on(spread) for part in own) / whole if whole else 1.0
+        whole, rowwise = math.fsum(part.products.value for part in own), replace(spread, parts=1)
+        share = math.fsum(part.products.on(rowwise) for part in own) / whole if whole else 1.0
         return tuple(between([(each[0], each[place]) for each in probed], share * rows) for place in range(1, 5))
 
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
