@@ -19,7 +19,7 @@ def placed(settled: Settled, task: Task) -> Chosen:
     """Returns the answer, confirmed, with what was found of its layers; where some are better left whole, it is
     searched again with these, and the faster answer taken."""
     chosen = confirmed(settled, task)
-    pins, task = dict(task.pins), replace(task, compiled=chosen.task.compiled)
+    pins, task = dict(task.pins), replace(task, compiled=chosen.task.compiled, selective=chosen.task.selective)
     given = pins.get("placements")
     layers = layers_under(settled, task, chosen.estimate, given)
     if layers is None or not layers.whole:

@@ -27,7 +27,7 @@ def why_not_compiled(subject: Subject) -> str:
     """Why the blocks of the model of `subject` are not compiled without being asked for: torch's compiler does not
     trace each of them into one graph; "" where it does. Each kind of block is traced on the meta device with what a dry
     run calls it with, which takes seconds. Raises UserError for a model that cannot be run dry."""
-    return _first_of_each(subject, _traced)
+    return _first_of_each(subject, lambda block, *given: _traced(block.forward, *given))
 
 
 def keeps_inside(subject: Subject, pins: Mapping[str, Any]) -> bool:
@@ -79,10 +79,10 @@ def _blank(shape: Shape) -> Tensor:
     return torch.empty(shape.size, dtype=shape.dtype, device="meta", requires_grad=shape.wants_grad)
 
 
-def _traced(block: nn.Module, args: Any, kwargs: Any) -> str:
-    """Why a block is not one graph; "" if it is."""
+def _traced(forward: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """Why a forward is not one graph; "" if it is."""
     try:
-        torch.compile(block.forward, backend="eager", fullgraph=True)(*args, **kwargs)
+        torch.compile(forward, backend="eager", fullgraph=True)(*args, **kwargs)
     except Exception as error:  # the compiler's, or of somebody else's code; it has many lines
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return ""
@@ -98,8 +98,5 @@ def _selected(block: nn.Module, args: Any, kwargs: Any) -> str:
             drawn.append(f"it draws numbers ({operation})")
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    try:
-        torch.compile(checkpointed(block.forward, policy), backend="eager", fullgraph=True)(*args, **kwargs)
-    except Exception as error:  # as above
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return drawn[0] if drawn else ""
+    why = _traced(checkpointed(block.forward, policy), args, kwargs)
+    return why or (drawn[0] if drawn else "")

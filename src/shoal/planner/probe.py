@@ -167,7 +167,8 @@ def _others(ran: Sequence[Ran], most: int) -> list[Ran]:
     the two next in size that were timed differ."""
     found = []
     for one, last in pairwise(sorted(ran)):
-        found += [_at(rows, one, last) for rows in (2 * one.rows,) if rows < last.rows]
+        if 2 * one.rows < last.rows:
+            found.append(_at(2 * one.rows, one, last))
     if len(ran) > 1:
         found += [_at(rows, one, last) for times in MORE if (rows := times * last.rows) <= most]
     return found
