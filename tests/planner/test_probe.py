@@ -301,6 +301,24 @@ def test_rows_that_were_not_timed_take_as_long_each_as_those_did_beyond_the_firs
     assert seconds([*both, Ran(16, 8.0, 8.0, 0.0, 0.0)], 32)[0] == pytest.approx(8 + 16 * 0.375)
 
 
+def test_what_backward_computes_again_of_rows_that_were_not_timed_is_on_the_line_between_those_that_were(monkeypatch):
+    """Hooks of Python take as long of one row as of four: a mixture of experts was predicted to keep operations of two
+    rows in half the time that it does."""
+    subject, task = asked(of_blocks, None)
+
+    def factors(ran: list[Ran]) -> dict[int, tuple[float, float]]:
+        monkeypatch.setattr(module, "run", lambda *_: ran)
+        return {each.rows: (each.some, each.full) for each in probe(subject, replace(task, rows=16)).probed}
+
+    def of(rows: int, some: float, full: float) -> tuple[float, float]:
+        return factors([Ran(rows, 5.0, 10.0, some, full)])[rows]
+
+    found = factors([Ran(1, 5.0, 10.0, 8.0, 4.0), Ran(4, 8.0, 19.0, 8.0, 10.0)])
+    assert found[2] == pytest.approx(of(2, 8.0, 6.0)) and found[8] == pytest.approx(of(8, 8.0, 18.0))
+    found = factors([Ran(1, 5.0, 10.0, 9.0, 0.0), Ran(4, 8.0, 19.0, 8.0, 10.0)])
+    assert found[8] == pytest.approx(of(8, 8.0, 20.0)), "no less of more rows; in proportion where only one was timed"
+
+
 def test_ranks_that_divide_tokens_take_as_long_a_row_as_of_fewer_rows_and_those_that_divide_matrices_as_of_all():
     """Of 8 rows a GPT on four ranks that share its matrices was predicted as of two, a quarter to a third too slow."""
     factors = ((2, 8.0, 6.0, 4.0, 2.0), (4, 4.0, 3.0, 2.0, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from shoal.planner.explain import (
 )
 from shoal.planner.pipes import Pace, cut, fill, simulated
 from shoal.planner.search import Search, search
+from shoal.planner.task import Task
 from shoal.training.microbatches import largest_share
 from tests.planner.models import GIB, MIB, cluster, model, task
 
@@ -35,10 +36,12 @@ from tests.planner.models import GIB, MIB, cluster, model, task
 def every(asked: Search) -> list[float]:
     """Seconds of all choices that fit, with the waiting of their schedules. State goes elsewhere only where it, or what
     backward keeps, does not fit on the device."""
-    found = [asked.estimate(choice) for spread in asked.spreads() for choice in asked.choices(spread)]
+    looked = [asked.looked(choice) for spread in asked.spreads() for choice in asked.choices(spread)]
+    found = [asked.finished(way) for each in looked for way in (each, *asked.freer(each))]
     found = [each for each in found if each.bytes <= asked.task.most]
     bare = [each.choice for each in found if not each.choice.offload and each.choice.recompute == "none"]
-    left = [each for each in found if not each.choice.offload or replace(each.choice, offload=None) not in bare]
+    nearer = [replace(each.choice, offload=None, recompute="none") for each in found]
+    left = [each for each, near in zip(found, nearer, strict=True) if not each.choice.offload or near not in bare]
     return sorted(asked.simulated(each).seconds for each in left)
 
 
@@ -129,6 +132,34 @@ def test_more_is_never_slower() -> None:
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     seconds = [search(task(on=cluster(between=rate))).best[0].seconds for rate in (1e8, 1e9, 1e10, 1e11)]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
+def moving(memory: int, to_host: float) -> Task:
+    """A task whose state is at home on the host of a device that may use so many MiB."""
+    on = with_bandwidth(1e11)
+    hosts = tuple(replace(host, count=1, to_host=to_host) for host in on.hosts[:1])
+    pins = {"memory": {"device": f"{memory}MiB"}}
+    return task(model(4, 2e7), replace(on, hosts=hosts), 8, pins=pins)
+
+
+@pytest.mark.parametrize("to_host", [1e9, 4e9, 3e10])
+@pytest.mark.parametrize("memory", [420, 700, 900])
+def test_what_moves_and_what_is_computed_again_are_the_best_of_all_pairs(memory: int, to_host: float) -> None:
+    """Blocks are computed again so that weights stay, where that takes less time than moving them in each pass."""
+    search = Search(moving(memory, to_host))
+    seconds = []
+    for choice in (choice for spread in search.spreads() for choice in search.choices(spread)):
+        ways = range(len(search.lane(choice).policies))
+        for blocks in combinations_with_replacement(ways, 4):
+            begun = search.begun(choice, [(tuple(blocks.count(way) for way in ways),)])
+            if search.fits(choice, begun.fullest):
+                seconds.append(search.simulated(search.finished(begun)).seconds)
+    assert search.run().best[0].seconds == pytest.approx(min(seconds), rel=1e-9)
+
+
+def test_more_memory_is_not_slower_where_weights_move() -> None:
+    found = [search(moving(memory, 4e9)).best[0].seconds for memory in range(400, 900, 20)]
+    assert found == sorted(found, reverse=True) and found[0] > found[-1]
 
 
 def test_what_fills_a_budget_is_not_above_it() -> None:

@@ -34,6 +34,14 @@ class Spread:
     experts: int = 1
     ring: bool = False
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since a search asks for it a million times."""
+        return hash((self.stages, self.copies, self.tokens, self.parts, self.experts, self.ring))
+
     @property
     def size(self) -> int:
         return self.stages * self.copies * self.tokens * self.parts

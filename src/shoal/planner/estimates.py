@@ -4,28 +4,30 @@ stage, in the least time (see knapsack). What is chosen is timed by its schedule
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
-from shoal.module.chosen_blocks import as_ranges, chosen_blocks
-from shoal.plan import Option, option_parameters
+from shoal.module.chosen_blocks import as_ranges
+from shoal.plan import Option
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, exposed, met, moved, updated
 from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import GIVEN, Lane, by_policy, within
+from shoal.planner.lanes import Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
 from shoal.planner.pipes import Crowd, Pace, of_ranks, passed_on, simulated, slowest
+from shoal.planner.recomputed import Recomputed
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
-from shoal.planner.timed import Timed, timing
+from shoal.planner.timed import timing
 
 
 @dataclass(frozen=True)
 class Begun:
     """What is known of a choice whose stages treat their blocks as `counts` say, before it is priced: the `terms` that
     do not depend on what copies of the model share; the deal, the seconds of all stages, and the rank of the pipeline
-    that others wait for; and what the `fullest` rank holds."""
+    that others wait for."""
 
     choice: Choice
     counts: list[Counts]
@@ -34,14 +36,19 @@ class Begun:
     deal: Dealt
     stages: tuple[Pace, ...]
     slow: int
-    fullest: Held
+    holds: Callable[[], Held]
+
+    @cached_property
+    def fullest(self) -> Held:
+        """What the rank holds whose device is fullest: who is slow is not asked for it."""
+        return self.holds()
 
 
 APART = ("stages", "data", "other")
 """Terms that do not depend on what is computed again."""
 
 
-class Estimates(Timed):
+class Estimates(Recomputed):
     """The prices of a task's choices. `known`: as of Timed; where ranks may use as much, what choices hold is taken
     from there too."""
 
@@ -50,35 +57,17 @@ class Estimates(Timed):
         where that is. What travels is left out (see `simulated`)."""
         return self.finished(self.looked(choice))
 
-    def most(self, choice: Choice) -> float:
-        """Bytes that a rank may use of its device: with a budget of `plan.memory` those."""
-        said = None if choice.offload is None or self.prices.slowest.on_host else choice.offload.device
-        return self.task.most if said is None else min(self.task.most, said)
+    def freer(self, begun: Begun) -> Iterator[Begun]:
+        """The same choice where stages compute again more than they must, by more and more: what is at home on the host
+        may stay on the device then, which moves less, and takes less of the host. Nothing where a pin, or the choice,
+        says what is computed again."""
+        for counts in self.more(begun.choice, begun.lane, begun.deal.most, begun.counts):
+            yield self.begun(begun.choice, counts)
 
-    def counts(self, choice: Choice) -> list[Counts]:
-        """How each stage treats its blocks: all as `choice` says where it names a way other than "none"; where nothing
-        fits, what frees most."""
-        lane = self.lane(choice)
-        counts = lane.none()
-        if choice.recompute != "none" and choice.recompute in lane.policies:
-            return lane.all_by(str(choice.recompute))
-        if (pinned := self._pinned(lane)) is not None:
-            return pinned
-        number = self.deal(choice, lane, counts).most
-        for rank, need in self._needs(choice, lane, number):
-            found = self._cheapest(choice, lane, rank, self._flying(choice, rank, number), need)
-            for place, own in zip(range(rank, len(counts), lane.ranks), lane.split(rank, found), strict=True):
-                counts[place] = own
-        return counts
-
-    def _needs(self, choice: Choice, lane: Lane, number: int) -> Iterator[tuple[int, float]]:
-        """Yields the ranks of a pipeline that have to free something, and how many bytes."""
-        plain, stays = self._plain(*timing(choice), number), choice.on_device
-        for ranks in lane.cuts.alike if stays else ():
-            room = self.most(choice) - math.fsum(self._stands(choice, ranks[0]).values())
-            for rank in ranks:
-                if stays * plain[rank] > room:
-                    yield rank, plain[rank] - room / stays
+    def freest(self, begun: Begun) -> Begun:
+        """The last of `freer`, or `begun` where there is none."""
+        most = self.all_that_may(begun.choice, begun.lane, begun.deal.most)
+        return begun if most is None else self.begun(begun.choice, most)
 
     def floor(self, choice: Choice) -> tuple[float, bool]:
         """Seconds that no estimate of `choice` is below, whatever of its blocks is computed again, and whether
@@ -100,40 +89,6 @@ class Estimates(Timed):
             least = need * lane.dearness(rank, self._flying(choice, rank, deal.most))
             longest = max(longest, seconds[rank] + least)
         return (1 - 1e-9) * (deal.number * longest + sum(terms.get(what, 0.0) for what in APART)), True
-
-    def _cheapest(self, choice: Choice, lane: Lane, rank: int, flying: tuple[int, ...], need: float) -> Counts:
-        """The counts of a rank's blocks that free `need` bytes in the least time; where none do, those that free
-        most."""
-        whole = self._own(choice.spread, lane.stages, rank).again * choice.microbatch
-        best = None
-        fronts = [(lane.front(rank, flying, True), need)] if "none" in lane.policies else []
-        for front, wanted in (*fronts, (lane.front(rank, flying, False), need + whole)):
-            found = front.cheapest(wanted)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found[0], front, found[1]
-        if best is None:
-            front = lane.front(rank, flying, False)
-            return front.at(len(front.frees) - 1)
-        return best[1].at(best[2])
-
-    def _pinned(self, lane: Lane) -> list[Counts] | None:
-        """The counts where the plan's `recompute` is given."""
-        given = self.task.pins.get("recompute")
-        if len(lane.policies) == 1:
-            return lane.none()
-        if given is None:
-            return None
-        parameters = option_parameters(given)
-        number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
-        full, some = chosen_blocks(number, *(parameters.get(key, default) for key, default in GIVEN.items()))
-        ways = {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
-        return [
-            tuple(
-                tuple(sum(ways.get(each, "none") == policy for each in numbers) for policy in lane.policies)
-                for _, numbers in blocks
-            )
-            for blocks in lane.cuts.blocks
-        ]
 
     def priced(self, choice: Choice, counts: list[Counts]) -> Estimate:
         """What `choice` takes and holds where the stages treat their blocks so."""
@@ -168,8 +123,9 @@ class Estimates(Timed):
         """Finds of `choice` what says whether it fits, and which seconds it is not below."""
         lane = self.lane(choice)
         terms, deal, stages, slow = self._in_lane(choice, lane, counts, self._meets(choice))
-        fullest = self._fullest(choice, lane, counts, deal.most)
-        return Begun(choice, counts, lane, terms, deal, stages, slow, fullest)
+        return Begun(
+            choice, counts, lane, terms, deal, stages, slow, partial(self._fullest, choice, lane, counts, deal.most)
+        )
 
     def finished(self, begun: Begun) -> Estimate:
         """What a choice takes and holds."""
@@ -232,7 +188,7 @@ class Estimates(Timed):
         else:
             kept, whole = self._plain(*timing(choice), most)[rank], 0.0
         stays = choice.on_device
-        device = {**self._stands(choice, rank), "activations": stays * kept + whole}
+        device = {**self._stands(choice, rank)[0], "activations": stays * kept + whole}
         own = self._own(choice.spread, lane.stages, rank)
         return held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
 

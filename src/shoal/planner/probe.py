@@ -157,8 +157,8 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> 
 MORE = 2, 4, 16
 """Times as many rows as the most that were timed, for which it is told what they would take."""
 EACH = 0.75
-"""The share at least of a row's time that comes with each row, and not once with all: that is the difference of two
-times."""
+"""The share at least of a row's forward and backward that comes with each row, and not once with all: that is the
+difference of two times."""
 
 
 def _others(ran: Sequence[Ran], most: int) -> list[Ran]:
@@ -175,12 +175,13 @@ def _others(ran: Sequence[Ran], most: int) -> list[Ran]:
 
 
 def _at(rows: int, one: Ran, last: Ran) -> Ran:
-    def of(before: float, took: float) -> float:
+    def of(before: float, took: float, least: float) -> float:
         mean, more = took / last.rows, (took - before) / (last.rows - one.rows)
-        return took + (rows - last.rows) * min(mean, max(EACH * mean, more))
+        return took + (rows - last.rows) * min(mean, max(least * mean, more))
 
-    again = (rows / last.rows * each for each in (last.some, last.full))
-    return Ran(rows, of(one.forward, last.forward), of(one.backward, last.backward), *again)
+    ways = zip((one.some, one.full), (last.some, last.full), strict=True)  # hooks of Python come once, and may be all
+    again = (of(before, took, 0.0) if before and took else rows / last.rows * took for before, took in ways)
+    return Ran(rows, of(one.forward, last.forward, EACH), of(one.backward, last.backward, EACH), *again)
 
 
 def _tried(rows: int, microbatch: int | None) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class Search(Choices):
     def _begin(self, below: float) -> None:
         """Forgets what was priced; candidates have to stay below so many seconds."""
         self._best: list[tuple[float, int, Estimate]] = []
+        self._later: list[tuple[float, int, Begun]] = []
         self._below, self._priced = below, 0
         self._nearest: Begun | None = None
 
@@ -69,6 +70,7 @@ class Search(Choices):
                 bounded += 1
                 continue
             self._price(spread)
+        self._compute_more()
         ranked = [self.simulated(each) for _, _, each in sorted(self._best, reverse=True)]
         ranked.sort(key=self.rank)  # stable: of equal ones the first stays
         nearest = None if self._nearest is None else self.finished(self._nearest)
@@ -117,14 +119,51 @@ class Search(Choices):
             begun = self.looked(choice)
             if (fits := self.fits(choice, begun.fullest)) and (away or self._at_ease(begun)):
                 enough.add(tier)
-            if not fits:
-                if self._nearest is None or begun.fullest.bytes < self._nearest.fullest.bytes:
-                    self._nearest = begun
-            elif self._ranked(choice, math.fsum(begun.terms.values())) < self._worst:
-                estimate = self.finished(begun)
-                if (seconds := self.rank(estimate)) < self._worst:
-                    entry = (-seconds, -self._priced, estimate)
-                    (heapq.heappush if len(self._best) < BEST else heapq.heapreplace)(self._best, entry)
+            if not fits and (self._nearest is None or begun.fullest.bytes < self._nearest.fullest.bytes):
+                self._nearest = begun
+            self._keep(begun, fits)
+
+    def _keep(self, begun: Begun, fits: bool) -> None:
+        """Finishes a choice that fits, and keeps it where it is of the best. One that may be where more is computed
+        again than must be is looked at later, when the best are known."""
+        terms = begun.terms
+        if self._ranked(begun.choice, math.fsum(terms.values())) >= self._worst:
+            return
+        if fits:
+            estimate = self.finished(begun)
+            self._push(self._priced, estimate)
+            terms = {**estimate.terms, "offload": 0.0, "optimizer": 0.0}  # at least, where nothing moves any more
+            fits = not estimate.terms["offload"]
+        least = self._ranked(begun.choice, math.fsum(terms.values()))
+        if begun.choice.offload is not None and not fits and least < self._worst:
+            self._later.append((least, self._priced, begun))
+
+    def _push(self, number: int, estimate: Estimate) -> None:
+        """Keeps an estimate where it is of the best, and faster than the one of the same number."""
+        if (seconds := self.rank(estimate)) >= self._worst:
+            return
+        same = [each for each in self._best if each[1] == -number]
+        if same and -same[0][0] <= seconds:
+            return
+        for each in same:
+            self._best.remove(each)
+        heapq.heapify(self._best)
+        entry = (-seconds, -number, estimate)
+        (heapq.heappush if len(self._best) < BEST else heapq.heapreplace)(self._best, entry)
+
+    def _compute_more(self) -> None:
+        """Looks at choices of which more is computed again than must be: weights and state may stay then, which moves
+        less, and takes less of a host that has not room for all. Those of the best, and what may be the first of
+        them."""
+        kept = {-number for _, number, _ in self._best}
+        for least, number, begun in sorted(self._later, key=lambda each: each[:2]):
+            first = -max(self._best)[0] if self._best else math.inf
+            if (number in kept or least < first) and self._fits_somehow(begun):
+                for way in self.freer(begun):
+                    if self._ranked(way.choice, math.fsum(way.terms.values())) >= self._worst:
+                        break
+                    if self.fits(way.choice, way.fullest):
+                        self._push(number, self.finished(way))
 
     def _is_slow(self, choice: Choice) -> bool:
         """Whether a choice is slower than the candidates however its blocks are treated, and those that are left out
@@ -143,7 +182,7 @@ class Search(Choices):
     def _is_full(self, choice: Choice) -> bool:
         """Whether a rank has no room for what stands on its device whatever is computed again."""
         ranks = () if math.isinf(self._worst) else (ranks[0] for ranks in self.lane(choice).cuts.alike)
-        return any(math.fsum(self._stands(choice, rank).values()) > self.most(choice) for rank in ranks)
+        return any(self._stands(choice, rank)[1] > self.most(choice) for rank in ranks)
 
     def _has_room(self, choice: Choice) -> bool:
         """Whether there is room for a choice whose state is at home on the host, as far as can be told before it is
@@ -154,7 +193,15 @@ class Search(Choices):
         near = self._as_on_host(least)
         if near != least and self.looked(near).fullest.bytes > self.most(near):
             return False
-        return least == choice or self.fits(least, self.looked(least).fullest)
+        return least == choice or self._fits_somehow(self.looked(least))
+
+    def _fits_somehow(self, begun: Begun) -> bool:
+        """Whether a choice fits, if need be with more of it on the device, where the host has not room for it."""
+        choice, has = begun.choice, begun.fullest
+        if has.bytes > self.most(choice) or self.fits(choice, has):
+            return has.bytes <= self.most(choice)
+        may = has.host - self.most(choice) <= self.on_host(choice)
+        return may and self.fits(choice, self.freest(begun).fullest)
 
     def _as_on_host(self, choice: Choice) -> Choice:
         """The choice whose host has room for what goes to a disk: it takes as much of the device, and computes the

@@ -95,17 +95,24 @@ class Timed:
         ranks = choice.spread.stages
         return under_way(choice.schedule, ranks, number, choice.chunks)[rank] if ranks > 1 else (1,)
 
-    def _stands(self, choice: Choice, rank: int) -> dict[str, float]:
-        asked = choice.spread, choice.microbatch, choice.chunks, choice.zero, choice.shard
-        stays = choice.on_device
-        found = self._standing(*asked, None if choice.offload is None else 0.0, rank)
-        if stays == 1:
-            return found
-        key, alone = "temporaries", self._standing(*asked, 1.0, rank)  # in between no more than the line between them
-        return {**found, key: stays * found[key] + (1 - stays) * alone[key]}
+    def _stands(self, choice: Choice, rank: int) -> tuple[dict[str, float], float]:
+        """Bytes by role that stand on the device of a rank, and in all."""
+        away = None if choice.offload is None else choice.offload.activations
+        return self._standing(choice.spread, choice.microbatch, choice.chunks, choice.zero, choice.shard, away, rank)
 
     @once
     def _standing(
+        self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, away: float | None, rank: int
+    ) -> tuple[dict[str, float], float]:
+        asked = spread, rows, chunks, zero, shard
+        found = self._standing_with(*asked, away and 0.0, rank)
+        if away:  # in between no more than the line between them
+            key, alone = "temporaries", self._standing_with(*asked, 1.0, rank)
+            found = {**found, key: (1 - away) * found[key] + away * alone[key]}
+        return found, math.fsum(found.values())
+
+    @once
+    def _standing_with(
         self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, away: float | None, rank: int
     ) -> dict[str, float]:
         offload = None if away is None else Offload(activations=away)
