@@ -173,6 +173,20 @@ def test_what_fills_a_budget_is_not_above_it() -> None:
         assert all(each.bytes <= asked.task.most for each in filled if each.again < 1)
 
 
+def test_each_rank_has_room_on_its_host_and_not_only_the_one_whose_device_is_fullest() -> None:
+    """Of a pipeline all devices are filled to the budget; by rounding one was the fullest, and the host of another one
+    had not room for what is at home there: with more memory no plan fitted."""
+    on = cluster(3, 1, 8 * GIB)
+    seen = 0
+    for memory in range(300, 1500, 50):
+        asked = Search(task(model(6, 5e7), on, 8, microbatch=1, pins={"memory": {"device": f"{memory}MiB"}, "pp": 3}))
+        for choice in (choice for spread in asked.spreads() for choice in asked.choices(spread)):
+            has, ranks = asked.holds(choice), asked.each(choice)
+            assert has.host == max(each.host for each in ranks) and has.bytes == max(each.bytes for each in ranks)
+            seen += max(ranks, key=lambda each: each.bytes).host < has.host
+    assert seen
+
+
 def test_what_moves_does_so_while_a_rank_waits_for_other_stages() -> None:
     """With faster devices a step took longer: less was hidden by computing, and nothing by the longer wait."""
     pins = {"pp": 2, "tp": 1, "schedule": "zb1p", "memory": {"device": "1200MiB"}, "recompute": "none"}

@@ -168,8 +168,15 @@ class Estimates(Recomputed):
         return found
 
     def _fullest(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> Held:
-        """What the rank holds whose device is fullest; of equal ones that whose host is."""
-        return max(self._ranks(choice, lane, counts, most), key=lambda each: (each.bytes, each.host))
+        """What the rank holds whose device is fullest; and of the host and the disk what the one needs that needs most
+        of them, which may be another one: where devices are filled to the budget, all are as full. Cores and their host
+        have one memory, of which what is in both counts."""
+        ranks = self._ranks(choice, lane, counts, most)
+        if self.prices.slowest.on_host:
+            return max(ranks, key=lambda each: each.bytes + each.host)
+        found = max(ranks, key=lambda each: each.bytes)
+        host, disk = (max(ways) for ways in zip(*((each.host, each.disk) for each in ranks), strict=True))
+        return found if found.host == host and found.disk == disk else replace(found, host=host, disk=disk)
 
     def each(self, choice: Choice) -> list[Held]:
         """What the ranks of a pipeline hold, of those that are alike one."""
