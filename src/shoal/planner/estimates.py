@@ -44,6 +44,23 @@ class Begun:
         return self.holds()
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Seconds that a rank's step takes longer than computing and waiting for stages: by what `copies` of the model
+    share, by what moves, and by the update; the bytes that it sends, and the seconds of what is `moving` (see
+    Estimate)."""
+
+    copies: float
+    offload: float
+    optimizer: float
+    wire: dict[str, float]
+    moving: float
+
+    @property
+    def seconds(self) -> float:
+        return self.copies + self.offload + self.optimizer
+
+
 APART = ("stages", "data", "other")
 """Terms that do not depend on what is computed again."""
 
@@ -130,21 +147,13 @@ class Estimates(Recomputed):
     def finished(self, begun: Begun) -> Estimate:
         """What a choice takes and holds."""
         choice, counts, lane, deal, fullest = begun.choice, begun.counts, begun.lane, begun.deal, begun.fullest
-        stages, slow = begun.stages, begun.slow
-        spread, ranks, terms = choice.spread, choice.spread.stages, dict(begun.terms)
-        own, tied = self._own(spread, lane.stages, slow), self.tied(spread)
-        number = deal.number
-        alone = Crowd(self.prices.slowest.crowd, self.task.cluster.per_host).speed(1 / ranks)  # the last to compute
-        window = sum(each.backward for each in stages[slow::ranks]) / alone, number * slowest(stages, ranks)[1]
-        has = self._held(choice, lane, slow, counts, deal.most)
-        terms["copies"], wire = exchanged(self.prices, choice, own, number, window, tied, has)
+        stages, slow, number = begun.stages, begun.slow, deal.number
+        ranks, terms = choice.spread.stages, dict(begun.terms)
+        last = self._last(begun)
+        terms |= {"copies": last.copies, "offload": last.offload, "optimizer": last.optimizer}
+        wire = last.wire
         for place in range(slow, len(stages), ranks) if lane.recomputes(counts) else ():
             _add(wire, self._sent_again(choice, lane, place, counts[place]), number * (1 + stages[place].parted))
-        one = self._kept(choice, lane, slow, [1] * choice.chunks, counts)[0]
-        moving, apart = moved(self.prices, choice, own, number, tied, has, one)
-        there = window[1] + math.fsum(terms.get(what, 0.0) for what in ("bubble", "stages"))
-        terms["offload"] = exposed(self.prices, moving, there) + apart
-        terms["optimizer"] = updated(self.prices, choice, own, tied, has)
         if ranks > 1:
             terms["stages"] += met(self.prices, choice)[0]
         chosen = replace(
@@ -157,7 +166,35 @@ class Estimates(Recomputed):
         each = (stages[place][0] - lane.works[place].sent_forward for place in range(slow, len(stages), ranks))
         forward = number * math.fsum(each)
         device, host, disk = fullest.device, fullest.host, fullest.disk
-        return Estimate(chosen, terms, device, host, disk, wire, number, again, stages, forward=forward, moving=moving)
+        return Estimate(
+            chosen, terms, device, host, disk, wire, number, again, stages, forward=forward, moving=last.moving
+        )
+
+    def _last(self, begun: Begun) -> Beside:
+        """What the rank of a pipeline that ends last does beside computing: the one that others wait for, or one with
+        more weights, which has their exchange and update before it when its last backward has ended; that of a later
+        stage ends as much before that of the first one as those between take."""
+        found = self._beside(begun, begun.slow)
+        lane, trained = begun.lane, self._own(begun.choice.spread, begun.lane.stages, begun.slow).trained
+        for rank, *_ in lane.cuts.alike:
+            if self._own(begun.choice.spread, lane.stages, rank).trained > trained:
+                other, early = self._beside(begun, rank), sum(each.backward for each in begun.stages[:rank])
+                other = replace(other, copies=max(0.0, other.copies - early))
+                found = max(found, other, key=lambda each: each.seconds)
+        return found
+
+    def _beside(self, begun: Begun, rank: int) -> Beside:
+        choice, counts, lane, stages, number = begun.choice, begun.counts, begun.lane, begun.stages, begun.deal.number
+        ranks, own, tied = choice.spread.stages, self._own(choice.spread, lane.stages, rank), self.tied(choice.spread)
+        alone = Crowd(self.prices.slowest.crowd, self.task.cluster.per_host).speed(1 / ranks)  # the last to compute
+        window = sum(each.backward for each in stages[rank::ranks]) / alone, number * slowest(stages, ranks)[1]
+        has = self._held(choice, lane, rank, counts, begun.deal.most)
+        sends, wire = exchanged(self.prices, choice, own, number, window, tied, has)
+        one = self._kept(choice, lane, rank, [1] * choice.chunks, counts)[0]
+        moving, apart = moved(self.prices, choice, own, number, tied, has, one)
+        there = window[1] + math.fsum(begun.terms.get(what, 0.0) for what in ("bubble", "stages")) + sends
+        offload = exposed(self.prices, moving, there) + apart
+        return Beside(sends, offload, updated(self.prices, choice, own, tied, has), wire, moving)
 
     def _sent_again(self, choice: Choice, lane: Lane, stage: int, counts: Counts) -> dict[str, float]:
         """Bytes that backward of a microbatch sends again, by what ranks divide."""
@@ -233,7 +270,7 @@ class Estimates(Recomputed):
             terms = within(terms, seconds)
             terms["stages"] += meets
             if estimate.moving:
-                terms["offload"] = exposed(self.prices, estimate.moving, seconds)
+                terms["offload"] = exposed(self.prices, estimate.moving, seconds + terms["copies"])
         return replace(estimate, terms=terms, wire=wire, message=self.message(choice))
 
 

@@ -13,7 +13,7 @@ from shoal.planner.lanes import GIVEN, Lane
 from shoal.planner.task import Choice
 from shoal.planner.timed import Timed, timing
 
-FREER = 32
+FREER = 16
 """Ways at most to compute again more than must be that are tried."""
 
 
