@@ -73,6 +73,16 @@ def test_what_the_plan_gives_the_host_and_the_disk_is_lacking_where_it_is_too_li
         assert disk.lacking(math.inf) == said
 
 
+def test_activations_that_wait_on_the_host_are_of_what_the_plan_gives_it():
+    """A plan with a disk was printed whose pages filled what the host may use: its first microbatch was refused."""
+    machine = Machine(64 * MIB, 64 * MIB)
+    without = predicted(Plan(memory={"host": "64MiB"}), machine).fits[0].needed
+    plan = Plan(memory={"host": "64MiB", "activations": 0.5})
+    found = predicted(plan, machine)
+    kept = sum(row.nbytes for row in found.need.rows if row.role == "activations")
+    assert found.fits[0].needed == pytest.approx(without + kept, abs=1), "of the first microbatch all"
+
+
 def test_other_plans_come_by_the_number_of_their_changes():
     plans = others(Plan(dp=2))
     assert plans[0] == Plan(dp=2, recompute="full") and plans[1] == Plan(dp=2, zero=1)

@@ -90,7 +90,7 @@ class Offload:
         and makes its pages."""
         keys = self._keys = state_keys(factory, options, precision.master)
         disk, owned = self.allowed.disk, [chunk.owned for chunk in chunks if chunk.passes]
-        away = on_disk(owned, keys, self.host, disk is not None)
+        away = on_disk(owned, keys, self.host, disk is not None, self.allowed.activations > 0)
         trained = [chunk for chunk in owned if chunk.trainable and chunk.slots]
         self.update = self._how(trained, disk is not None)
         if self.update == "streamed":

@@ -165,7 +165,7 @@ def held(prices: Prices, choice: Choice, whole: Sizes, tied: Tied, device: dict[
     if away.disk is not None and pages:
         in_turn = min(pages, PAGES * (numbers.master + numbers.state) * whole.tensor)
         over = sum(home.values()) + beside + in_turn - (away.host or 0.0)
-        paged = 1.0 if away.host is None else min(1.0, max(0.0, over / pages))
+        paged = 1.0 if away.host is None or away.activations else min(1.0, max(0.0, over / pages))
     state = sum(nbytes for role, nbytes in home.items() if role != "weights")
     stays = 0.0
     kept = all_weights

@@ -187,7 +187,8 @@ def _away(chunks: Sequence[Laid], precision: Precision, state: State, allowed: B
         * (chunk.key.dtype.itemsize + (precision.grad.itemsize + _rest(chunk, precision)) * chunk.key.trainable)
         for chunk in chunks
     )
-    return trained[: number_away(pages, _largest_page(trained, precision, state), kept, allowed.host)]
+    largest, others = _largest_page(trained, precision, state), allowed.activations > 0
+    return trained[: number_away(pages, largest, kept, allowed.host, others)]
 
 
 def _rest(chunk: Laid, precision: Precision) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from shoal import units
 from shoal.assembly.compatibility import Asked, check_conflicts, check_exchange, check_no_flush, check_recompute
-from shoal.chunks import budget, search
+from shoal.chunks import Budget, budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
 from shoal.errors import UserError
@@ -159,9 +159,8 @@ def predict(
     if passes(plan, place):
         sizes = search(parameters, place.together, precision.grad.itemsize, whole, limit, turns)
     smallest = _smallest(lambda budget: _least(needed(chosen(budget))[1], place.on_gpu), limit)
-    return Prediction(
-        plan, need, smallest, tuple(chunks), size, sizes, tuple(_fits(need, plan, machine, smallest, limit))
-    )
+    fits = tuple(_fits(need, plan, machine, smallest, limit, recording.activations))
+    return Prediction(plan, need, smallest, tuple(chunks), size, sizes, fits)
 
 
 def _least(need: MemoryNeed, on_gpu: bool) -> int | None:
@@ -192,15 +191,15 @@ def existing(path: Path) -> Path:
     return next(each for each in (path, *path.absolute().parents) if each.is_dir())
 
 
-def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, limit: int | None) -> Iterator[Fit]:
+def _fits(
+    need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, limit: int | None, one: int
+) -> Iterator[Fit]:
+    """`one`: bytes of the activations of a microbatch."""
     if limit is not None and smallest is not None:
         yield Fit(BUDGET, smallest, limit)
     allowed = budget(plan.memory, torch.device("cpu"))
     if allowed is not None and allowed.host is not None:
-        home = sum(
-            row.nbytes for row in need.rows if row.tier == "host" and row.phase == "always" and row.role != "process"
-        )
-        yield Fit(AT_HOME, home, allowed.host)
+        yield Fit(AT_HOME, _at_home(need, allowed, one), allowed.host)
     if allowed is not None and allowed.disk is not None:
         free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
         yield Fit(DISK, need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
@@ -209,6 +208,13 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
         yield Fit(HOST, need.total("host", machine.ranks), machine.host)
     else:
         yield Fit(HOST, need.total("device", machine.ranks) + need.total("host", machine.ranks), machine.host)
+
+
+def _at_home(need: MemoryNeed, allowed: Budget, one: int) -> int:
+    """Bytes that `plan.memory.host` has to be. Of activations the first microbatch goes there as a whole."""
+    own = [row for row in need.rows if row.tier == "host" and row.role != "process"]
+    home = sum(row.nbytes for row in own if row.phase == "always" or row.role == "activations")
+    return home + (round((1 - allowed.activations) * one) if allowed.activations else 0)
 
 
 def others(plan: Plan) -> list[Plan]:

@@ -18,13 +18,15 @@ IN_TURN = "optimizer state in turn"
 """Role of pages that come, are updated and go."""
 
 
-def on_disk(chunks: Sequence[Buffer], keys: Sequence[str], host: Tier, disk: bool) -> list[Buffer]:
+def on_disk(
+    chunks: Sequence[Buffer], keys: Sequence[str], host: Tier, disk: bool, others: bool = False
+) -> list[Buffer]:
     """Chooses the owned `chunks` whose masters and state lie on the disk, and books in `host` what the others keep
     there.
 
-    All lie on the disk if there is a `disk` and the host has no limit; else as few as it takes, those of the deepest
-    layers, whose gradients come first. `keys`: of the state, those with one value an element. Raises BudgetExceeded
-    with the smallest budget that would do.
+    All lie on the disk if there is a `disk` and the host has no limit, or `others` want what is left of it; else as few
+    as it takes, those of the deepest layers, whose gradients come first. `keys`: of the state, those with one value an
+    element; `others`: see `number_away`. Raises BudgetExceeded with the smallest budget that would do.
     """
     trained = [chunk for chunk in chunks if chunk.trainable and chunk.slots]
     pages = {chunk.index: _paged(chunk, keys) for chunk in trained}
@@ -36,7 +38,7 @@ def on_disk(chunks: Sequence[Buffer], keys: Sequence[str], host: Tier, disk: boo
     sizes = [sum(pages[chunk.index].values()) for chunk in trained]
     whole = (parts(chunk, keys)[1] + sum(sectors(each.nbytes) for each in mirrored(chunk)) for chunk in trained)
     largest = max(whole, default=0)
-    away = trained[: number_away(sizes, largest, host.used - sum(sizes), host.capacity) if disk else 0]
+    away = trained[: number_away(sizes, largest, host.used - sum(sizes), host.capacity, others) if disk else 0]
     if away:
         host.take(IN_TURN, min(BUFFERS, len(trained)) * largest)
     for chunk in away:
@@ -51,13 +53,14 @@ def on_disk(chunks: Sequence[Buffer], keys: Sequence[str], host: Tier, disk: boo
     return away
 
 
-def number_away(pages: Sequence[int], largest: int, kept: int, capacity: int | None) -> int:
-    """Counts how many of `pages` (bytes), from the first on, lie on the disk; all of them if the host has no limit.
+def number_away(pages: Sequence[int], largest: int, kept: int, capacity: int | None, others: bool = False) -> int:
+    """Counts how many of `pages` (bytes), from the first on, lie on the disk; all of them if the host has no limit, or
+    `others` want what is left of it: activations, of which nobody knows yet how many there are.
 
     The host has `capacity` bytes, `kept` of them are taken, and pages on the disk need BUFFERS buffers of `largest`
     bytes.
     """
-    if capacity is None:
+    if capacity is None or others:
         return len(pages)
     if kept + sum(pages) <= capacity:
         return 0
