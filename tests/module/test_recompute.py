@@ -90,6 +90,8 @@ def test_what_is_kept():
         ({"name": "blocks", "full": 2, "selective": 3}, "selective = 3: give 0 to 2"),
         ({"name": "blocks", "full": "0-2", "selective": [2]}, "both name block 2"),
         ({"name": "blocks", "full": "0 to 2"}, "full = '0 to 2': give a number of blocks, a list of places, or ranges"),
+        ({"name": "blocks", "full": "3-1"}, "full = '3-1': give a number of blocks, a list of places, or ranges"),
+        ({"name": "blocks", "full": ","}, "full = ',': give a number of blocks, a list of places, or ranges"),
         ({"name": "blocks", "full": True}, "full = True: give a number of blocks, a list of places, or ranges"),
         ({"name": "blocks", "full": 2, "every": 2}, "give either which = [places] or every = 2"),
         (

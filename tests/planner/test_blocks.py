@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.module.chosen_blocks import chosen_blocks
 from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Kind, front
 from shoal.planner.profile import Profile
 from shoal.planner.replicas import Replicas, dealt
@@ -136,6 +137,21 @@ def test_a_pinned_table_is_priced_as_it_is():
         "full": 2,
         "selective": 1,
     }
+
+
+def test_a_pinned_budget_is_priced_as_the_engine_chooses_blocks():
+    """It was priced as if nothing were computed again."""
+    budget = {"name": "budget", "keep": 0.5}
+    best = search(task(pins={"pp": 2, "schedule": "1f1b", "recompute": budget})).best[0]
+    assert best.choice.recompute == budget
+    for own in best.again:  # of 32 MiB of a block two are its input
+        number, full = sum(own.values()), own["full"]
+        assert 32 * number - 30 * full <= 16 * number < 32 * number - 30 * (full - 1)
+    plain, asked = (Search(task(pins={"recompute": each})) for each in ("none", budget))
+    choice = Choice(Spread(copies=8), 2)
+    one, other = plain.estimate(choice), asked.estimate(choice)
+    assert other.memory["activations"] < 0.6 * one.memory["activations"]
+    assert other.terms["compute"] > one.terms["compute"]
 
 
 def uneven(*flops: float, count: int = 1) -> Cluster:

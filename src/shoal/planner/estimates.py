@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shoal.module.chosen_blocks import as_ranges, chosen_blocks
-from shoal.plan import Option, option_parameters
+from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, exposed, met, moved, updated
 from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import GIVEN, Lane, by_policy, within
+from shoal.planner.lanes import Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
 from shoal.planner.pipes import Crowd, Pace, of_ranks, passed_on, simulated, slowest
+from shoal.planner.policies import GIVEN
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import Timed, timing
@@ -123,10 +125,7 @@ class Estimates(Timed):
             return lane.none()
         if given is None:
             return None
-        parameters = option_parameters(given)
-        number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
-        full, some = chosen_blocks(number, *(parameters.get(key, default) for key, default in GIVEN.items()))
-        ways = {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
+        ways = self._ways(lane, option_name(given, "recompute"), option_parameters(given))
         return [
             tuple(
                 tuple(sum(ways.get(each, "none") == policy for each in numbers) for policy in lane.policies)
@@ -134,6 +133,14 @@ class Estimates(Timed):
             )
             for blocks in lane.cuts.blocks
         ]
+
+    def _ways(self, lane: Lane, name: str, parameters: Mapping[str, Any]) -> dict[int, str]:
+        """How blocks are treated, by their numbers, where not all of them are alike."""
+        if name == "budget":
+            return dict.fromkeys(lane.over_budget(parameters["keep"]), "full")
+        number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
+        full, some = chosen_blocks(number, *(parameters.get(key, default) for key, default in GIVEN.items()))
+        return {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
 
     def priced(self, choice: Choice, counts: list[Counts]) -> Estimate:
         """What `choice` takes and holds where the stages treat their blocks so."""

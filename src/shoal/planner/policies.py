@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.plan import option_name
 from shoal.planner.costs import POLICIES
 from shoal.planner.task import Choice, Task
+
+_SEVERAL = {"blocks": POLICIES, "budget": ("none", "full")}
+"""The ways in which one plan treats blocks, where these are several."""
+GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
+"""What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
 
 
 def policies_of(task: Task, selective: bool = True) -> tuple[str, ...]:
@@ -14,7 +21,7 @@ def policies_of(task: Task, selective: bool = True) -> tuple[str, ...]:
     if given is None:
         return tuple(each for each in POLICIES if each in task.recompute and (selective or each != "selective"))
     name = option_name(given, "recompute")
-    return POLICIES if name == "blocks" else (name if name in POLICIES else "none",)
+    return _SEVERAL.get(name, (name,))
 
 
 def keeps_operations(task: Task, choice: Choice) -> bool:
