@@ -66,7 +66,7 @@ def dealt(
     if len(paces) == 1 and not pinned:
         most = math.ceil(number / len(kinds))
         return Dealt(most, 0, most, ())
-    even = tuple(_numbers(number, pinned or (1,) * len(kinds)))
+    even = tuple(in_shares(number, pinned or (1,) * len(kinds)))
     if together or pinned:
         most = max(even)
         slowest = max(
@@ -84,7 +84,8 @@ def _seconds(number: int, pace: tuple[float, float]) -> float:
     return number * pace[0] + pace[1] if number else 0.0
 
 
-def _numbers(number: int, shares: tuple[float, ...]) -> list[int]:
+def in_shares(number: int, shares: tuple[float, ...]) -> list[int]:
+    """How many of `number` each replica has, where they are dealt in the ratio of `shares`."""
     return [end - start for start, end in pairwise(share_starts(number, shares))]
 
 

@@ -146,15 +146,16 @@ class Timed:
         """The deal; the seconds of all stages on the replica that takes longest; what stages compute again."""
         again = {place: lane.again(place, own) for place, own in enumerate(counts)} if lane.recomputes(counts) else {}
         replicas: Replicas = self.replicas(choice.spread)
-        number = math.ceil(self.task.rows / choice.microbatch)
+        whole = self.task.whole  # then each replica has one
+        number = len(replicas.kinds) if whole else math.ceil(self.task.rows / choice.microbatch)
         halves = parted(choice.schedule, lane.ranks, math.ceil(number / len(replicas.kinds)), choice.chunks)
         timed = [seconds_of(lane, speeds, again, halves) for speeds in replicas.speeds]
         paces = [(slowest(stages, lane.ranks)[1], fill_of(choice, lane, stages)) for stages in timed]
         pinned = tuple(self.task.pins.get("shares", ()))
         if "shares" in self.task.pins and not pinned and len(paces) > 1:
             pinned = (1,) * choice.spread.copies
-        found = dealt(number, paces, replicas, pinned, together)
-        return found, timed[found.slowest], again
+        found = dealt(number, paces, replicas, () if whole else pinned, together or whole)
+        return replace(found, shares=pinned) if whole else found, timed[found.slowest], again
 
     def _in_lane(
         self, choice: Choice, lane: Lane, counts: list[Counts], together: bool
