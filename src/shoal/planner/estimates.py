@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.module.chosen_blocks import as_ranges, chosen_blocks
+from shoal.module.chosen_blocks import as_ranges
 from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, exposed, met, moved, updated
@@ -17,7 +17,7 @@ from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
 from shoal.planner.pipes import Crowd, Pace, of_ranks, passed_on, simulated, slowest
-from shoal.planner.policies import GIVEN
+from shoal.planner.policies import by_place
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import Timed, timing
@@ -139,8 +139,7 @@ class Estimates(Timed):
         if name == "budget":
             return dict.fromkeys(lane.over_budget(parameters["keep"]), "full")
         number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
-        full, some = chosen_blocks(number, *(parameters.get(key, default) for key, default in GIVEN.items()))
-        return {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
+        return by_place(parameters, number)
 
     def priced(self, choice: Choice, counts: list[Counts]) -> Estimate:
         """What `choice` takes and holds where the stages treat their blocks so."""
