@@ -198,6 +198,14 @@ def test_a_fast_host_has_more_microbatches():
     assert even.seconds > 1.3 * best.seconds and even.choice.shares == (1, 1)
     together = search(replace(asked, pins={**asked.pins, "zero": 3})).best[0]
     assert together.choice.shares == (), "replicas that meet in their forwards run as many"
+    for pins in ({}, {"shares": ()}):
+        pins = {**asked.pins, **pins, "zero": 0, "exchange": "local_sgd"}
+        alike = search(replace(asked, pins=pins)).best[0]
+        assert alike.choice.shares == (), "an engine refuses other shares where replicas count alike"
+        assert alike.microbatches == even.microbatches and alike.terms["compute"] == even.terms["compute"]
+    mixed = search(replace(asked, exchanges=("allreduce", "bf16", "local_sgd"), pins={**asked.pins, "zero": 0})).best
+    found = {each.choice.exchange: each.choice.shares for each in mixed}
+    assert found["local_sgd"] == () and found["bf16"] == (1, 3), found
     alike = search(replace(asked, cluster=uneven(1e13, 1e13)))
     assert alike.best[0].choice.shares == ()
 
