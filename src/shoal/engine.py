@@ -25,10 +25,9 @@ from shoal.launch import join
 from shoal.optim.groups import GroupRule, OptimizerFactory
 from shoal.optim.lr import Schedule
 from shoal.parallel.tensor import Rules
-from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
 from shoal.training.loss import Loss
-from shoal.training.microbatches import choose_microbatch, largest_share
+from shoal.training.microbatches import choose_microbatch
 from shoal.training.norms import ClipRule
 from shoal.training.result import StepResult
 
@@ -131,10 +130,7 @@ def assemble(
         whole = build_alike(model, recipe, ranks)
         module = whole.built.module
         check(plan, recipe, module, whole.groups.options)
-        fill_stages, share = partial(samples_to_fill, plan), largest_share(recipe.global_batch, plan)
-        microbatch = choose_microbatch(
-            recipe.microbatch, recipe.global_batch, share, module, recipe.sync_bn, fill_stages
-        )
+        microbatch = choose_microbatch(recipe.microbatch, recipe.global_batch, plan, module, recipe.sync_bn)
         local = localize(
             whole,
             ranks,

@@ -18,7 +18,7 @@ from shoal.exchange.named import ALGORITHMS, algorithm
 from shoal.exchange.sends import Sends
 from shoal.models import regression
 from shoal.planner.search import Search, search
-from shoal.planner.task import Choice
+from shoal.planner.task import Choice, Estimate
 from tests.planner.models import cluster, model, task
 
 SIDE, RANKS, STEPS = 128, 4, 8
@@ -46,26 +46,30 @@ def student() -> nn.Module:
     return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
 
 
-def run(world: World, exchange: Any) -> int:
-    """Bytes that a rank has sent in some steps, without the first, beside numbers."""
+def run(world: World, exchange: Any, zero: int) -> tuple[int, int]:
+    """Bytes that a rank has sent in some steps for gradients and weights, without the first, and those that it has
+    handed to collectives for it, beside numbers and what ZeRO gathers."""
     torch.set_num_threads(1)
     samples = [{"inputs": torch.randn(SIDE), "targets": torch.randn(SIDE)} for _ in range(8)]
     adam = partial(torch.optim.AdamW, lr=1e-6)
-    running = Engine(student, regression, adam, Plan(dp=world.size, exchange=exchange), world=world, global_batch=8)
+    plan = Plan(dp=world.size, zero=zero, exchange=exchange)
+    running = Engine(student, regression, adam, plan, world=world, global_batch=8)
     try:
         sent = []
         for batch in running.batches(samples, steps=1 + STEPS):
             running.step(batch)
             running.parts.exchange.settle()  # what travels beside is booked when it has been sent
-            sent.append(sum(each.wire for each in running.ledger.traffic.values() if each.payload > 1000 * each.calls))
-        return sent[-1] - sent[0]
+            all_of = [(flow, each) for flow, each in running.ledger.traffic.items() if each.payload > 1000 * each.calls]
+            counted = [each for flow, each in all_of if not zero or flow.purpose != "weights"]
+            sent.append((sum(each.wire for each in counted), sum(each.payload for each in counted)))
+        return sent[-1][0] - sent[0][0], sent[-1][1] - sent[0][1]
     finally:
         running.close()
 
 
 @cache
-def sent(name: str) -> int:
-    return simulate_world(RANKS, run, option(name))[0]
+def sent(name: str, zero: int = 0) -> tuple[int, int]:
+    return simulate_world(RANKS, run, option(name), zero)[0]
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in WITHOUT])
@@ -74,14 +78,27 @@ def test_bytes_are_those_that_are_booked(name: str) -> None:
     share = said.share
     if said.inside_hosts:  # two ranks a host: the exact sum there, and half of the rest between hosts
         share = (0.5 + 0.25 * said.share) / 0.75
-    assert sent(name) / sent("allreduce") == pytest.approx(share, rel=0.12, abs=0.005)
+    (wire, payload), (of_sum, payload_of_sum) = sent(name), sent("allreduce")
+    assert wire / of_sum == pytest.approx(share, rel=0.12, abs=0.005)
+    assert payload / payload_of_sum == pytest.approx(said.payload(2), rel=0.12, abs=0.005)
 
 
-def predicted(exchange: Any, between: float, **others: Any) -> float:
-    """Seconds of a step that copies wait."""
+@pytest.mark.parametrize("name", ["allreduce", "bf16", "hierarchical", "topk", "delayed"])
+def test_what_zero_sends_is_what_is_booked(name: str) -> None:
+    """The exact sum goes in parts then; who makes a whole sum sends as much as without ZeRO."""
+    parts = algorithm(option(name)).sends(RANKS, 4, SIDE).in_parts
+    assert sent(name, 1)[0] == pytest.approx(sent(name)[0] * (0.5 if parts else 1), rel=0.01)
+
+
+def estimated(exchange: Any, between: float, zero: int = 0) -> Estimate:
     on = cluster(between=between, inside=max(between, 50e9))
-    asked = Search(task(on=replace(on, overlap=0.0), pins={"exchange": exchange}, **others))
-    return asked.estimate(Choice(asked.spreads()[0], 1)).terms["copies"]
+    asked = Search(task(on=replace(on, overlap=0.0), pins={"exchange": exchange}))
+    return asked.estimate(Choice(asked.spreads()[0], 1, zero))
+
+
+def predicted(exchange: Any, between: float) -> float:
+    """Seconds of a step that copies wait."""
+    return estimated(exchange, between).terms["copies"]
 
 
 def test_a_pinned_exchange_is_priced_as_it_is() -> None:
@@ -90,6 +107,13 @@ def test_a_pinned_exchange_is_priced_as_it_is() -> None:
     assert slow["bytegrad"] == pytest.approx(slow["allreduce"] / 4, rel=0.1)
     fast = {name: predicted(name, 1e13) for name in ("allreduce", "bytegrad")}
     assert fast["allreduce"] < fast["bytegrad"]  # encoding takes longer than it saves
+
+
+def test_a_whole_sum_takes_as_long_where_masters_are_cut() -> None:
+    """And the exact one half as long, so that what is lossy gains nothing at half of the bytes."""
+    exact, lossy = (estimated(name, 1e8, zero=1) for name in ("allreduce", "bf16"))
+    assert lossy.terms["copies"] == pytest.approx(exact.terms["copies"], rel=0.1)
+    assert lossy.wire["copies"] == exact.wire["copies"]  # there and back, and the part of it and the weights
 
 
 def test_lossy_exchanges_are_taken_where_they_are_allowed_and_pay() -> None:
@@ -118,4 +142,4 @@ def test_what_does_not_go_with_an_exchange_is_not_tried() -> None:
 
 
 def test_the_exact_sum_says_nothing_of_itself() -> None:
-    assert algorithm("allreduce").sends(8, 2, 100.0) == Sends()
+    assert algorithm("allreduce").sends(8, 2, 100.0) == Sends(in_parts=True)

@@ -15,6 +15,7 @@ from shoal import Plan
 from shoal.chunks import Tier
 from shoal.chunks.tier import ALL_ELSE
 from shoal.comm.ledger import Ledger
+from shoal.jobs.choose import microbatches_of
 from shoal.jobs.memory import tiers
 from shoal.jobs.train import train
 from shoal.optim.buddy import FOR_BUDDY
@@ -101,3 +102,19 @@ def test_what_is_kept_for_a_buddy_is_in_the_memory_of_the_host(monkeypatch):
     assert held("cpu") == {"memory.host": {**state, FOR_BUDDY: 70}}
     parts.buddy = None
     assert held("cuda") == {"memory.device": state}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("given", "plan", "each"),
+    [
+        ({"microbatch": None}, Plan(), (8, 1)),
+        ({"microbatch": None}, Plan(pp=2), (1, 8)),
+        ({"microbatch": None, "sync_bn": True}, Plan(pp=2), (8, 1)),
+        ({"microbatch": None, "sync_bn": True}, Plan(dp=2, shares=[3, 1]), (6, 1)),
+        ({"microbatch": 2}, Plan(dp=2, shares=[3, 1]), (2, 3)),
+    ],
+)
+def test_the_microbatches_of_a_job_are_those_of_its_engine(make_job, given, plan, each):
+    """Statistics of the global batch take all rows of a rank at once, also where there are stages."""
+    assert microbatches_of(replace(make_job(**given), plan=plan)) == each

@@ -90,6 +90,8 @@ def test_what_is_kept():
         ({"name": "blocks", "full": 2, "selective": 3}, "selective = 3: give 0 to 2"),
         ({"name": "blocks", "full": "0-2", "selective": [2]}, "both name block 2"),
         ({"name": "blocks", "full": "0 to 2"}, "full = '0 to 2': give a number of blocks, a list of places, or ranges"),
+        ({"name": "blocks", "full": "3-1"}, "full = '3-1': give a number of blocks, a list of places, or ranges"),
+        ({"name": "blocks", "full": ","}, "full = ',': give a number of blocks, a list of places, or ranges"),
         ({"name": "blocks", "full": True}, "full = True: give a number of blocks, a list of places, or ranges"),
         ({"name": "blocks", "full": 2, "every": 2}, "give either which = [places] or every = 2"),
         (
@@ -406,6 +408,29 @@ def test_compiled_blocks_keep_results_of_some_operations():
                 for one, other in zip(values(models["written"]), values(own), strict=True):
                     torch.testing.assert_close(getattr(one, "grad", None), getattr(other, "grad", None))
                     torch.testing.assert_close(one, other)
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def test_compiled_blocks_of_more_sizes_than_torch_has_graphs_of_one_code():
+    """The ninth model of a process, whose blocks are of the same class, ended in torch's error."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for width in (2, 3, 5, 7, 11):
+            model = nn.Sequential(nn.ModuleList(Wide(width) for _ in range(2)))
+            compile_blocks(model, "aot_eager")
+            Recompute(recomputable(model), "selective", backend="aot_eager")
+            x = torch.randn(4, width)
+            expected = [nn.Linear.forward(block.inner, x) for block in model[0]]
+            found = [block(x) for block in model[0]]
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, x + torch.tanh(other))
 
 
 def _in_turn(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shoal.mesh import Mesh
 from shoal.planner.dry_run import dry_run
 from shoal.planner.prepare import Subject
 from shoal.precision import precision
-from shoal.training.microbatches import Dealing, choose_microbatch, largest_share, microbatches
+from shoal.training.microbatches import Dealing, choose_microbatch, microbatches
 from tests.parity.cases import CASES, engine
 from tests.parity.covering import thinned
 from tests.pool import reference, run_ranks
@@ -43,7 +43,7 @@ def dealt(plan: Plan, microbatch: int | None) -> list[Dealing]:
     replicas = {mesh.rank("dp") for mesh in meshes}
     assert replicas == set(range(plan.dp))
     assert all(sum(mesh.rank("dp") == each for mesh in meshes) == plan.size // plan.dp for each in replicas)
-    size = choose_microbatch(microbatch, GLOBAL_BATCH, largest_share(GLOBAL_BATCH, plan), torch.nn.Linear(1, 1), False)
+    size = choose_microbatch(microbatch, GLOBAL_BATCH, plan, torch.nn.Linear(1, 1), False)
     return [Dealing(size, microbatch is None, False, rank, plan.dp, range(plan.dp)) for rank in range(plan.dp)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal import auto_plan
 from shoal.cli.answer import Options, answer_for, money
@@ -28,6 +29,7 @@ from shoal.jobs.asking import asked, keeps_microbatch, stays
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, at_size, opened
 from shoal.jobs.config import Job, Train
+from shoal.jobs.device_memory import check_device_memory
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.gain import FINEST, SHARE, Ranks, is_small, why_not_searched
 from shoal.jobs.read import parse_job
@@ -38,6 +40,7 @@ from shoal.planner import Machine, Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import Rates
+from shoal.planner.prepare import in_one_line
 from shoal.planner.profile import profile
 from shoal.precision import precision
 
@@ -277,8 +280,27 @@ def test_a_job_that_goes_by_values_is_data_parallel(settled: Callable[..., Settl
         answered(going_by_values(settled({"name": "auto", "tp": 2}, layers=2)), machine(), True)
 
 
+def test_a_budget_is_not_refused_where_values_decide_what_a_step_needs(
+    settled: Callable[..., Settled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a model could change to no plan with a budget, with the advice to give a plan."""
+    little, alone = settled({"memory": {"device": "1KiB"}}, layers=2), World.single("cpu")
+    with pytest.raises(UserError, match="a step needs"):
+        check_device_memory(little, alone)
+
+    def predict(*_: Any) -> None:
+        with in_one_line(), FakeTensorMode():
+            torch.zeros(()).item()
+
+    monkeypatch.setattr(Forecast, "predict", predict)
+    check_device_memory(little, alone)
+
+
 def test_batch_statistics_keep_their_microbatch(settled: Callable[..., Settled]) -> None:
-    assert not keeps_microbatch(settled())
+    own = settled()
+    assert not keeps_microbatch(own)
+    train = replace(own.job.train, sync_bn=True)
+    assert keeps_microbatch(replace(own, job=replace(own.job, train=train))), "all of a rank's rows are one"
 
 
 def test_what_experts_compute_is_not_left_to_the_machine(settled: Callable[..., Settled]) -> None:
@@ -353,6 +375,98 @@ def test_a_budget_is_of_the_seconds_that_a_job_trains(train: str, tmp_path: Path
     assert told["kwh"] == pytest.approx(2 * 10 * 0.7, rel=1e-3)
     with pytest.raises(UserError, match=r"the cheapest takes 200\.\d USD"):
         answer_for(job, [], Options(str(machine), budget="150USD"), True, None)
+
+
+def slow(ranks: int = 2) -> Cluster:
+    """Ranks that take long to exchange gradients."""
+    found = machine(ranks)
+    host = found.hosts[0]
+    device = replace(host.device, flops={"fp32": 1e11, "bf16": 1e11})
+    return replace(found, hosts=(replace(host, device=device, inside=Link(1e-5, 1e7)),))
+
+
+ALONE = {"name": "auto", "tp": 1, "pp": 1, "cp": 1, "zero": 0}
+"""A plan of which replicas, and where experts lie, are left to find."""
+EXPERTS = {"experts": 4, "per_token": 1, "d_ff": 512, "balance_loss": 0.0, "z_loss": 0.0}
+
+
+def test_what_an_engine_refuses_beside_the_job_is_no_answer(settled: Callable[..., Settled]) -> None:
+    """Norms by name of experts that only some ranks have, and statistics of the global batch of parts of rows."""
+    own = settled(ALONE, layers=2, moe=EXPERTS)
+    assert asked(own, slow()).plan.ep == 2
+    normed = replace(own, job=replace(own.job, run=replace(own.job.run, norms_every=5)))
+    assert asked(normed, slow()).plan.ep == 1
+    with pytest.raises(UserError, match=r"norms_every takes gradients that all ranks have alike, and plan\.ep = 2"):
+        pinning = settled({**ALONE, "ep": 2}, layers=2, moe=EXPERTS)
+        asked(replace(pinning, job=replace(pinning.job, run=normed.job.run)), slow())
+    cut = settled({"name": "auto", "cp": 2}, layers=2)
+    assert asked(cut, machine(2)).plan.cp == 2
+    with pytest.raises(UserError, match="does not go with sync_bn"):
+        asked(replace(cut, job=replace(cut.job, train=replace(cut.job.train, sync_bn=True))), machine(2))
+    with pytest.raises(UserError, match="routers with balance_rate follow the counts of all of them"):
+        asked(settled({**ALONE, "exchange": "local_sgd"}, layers=2, moe={**EXPERTS, "balance_rate": 0.1}), slow())
+
+
+def test_an_exchange_that_is_refused_leaves_the_others(settled: Callable[..., Settled]) -> None:
+    """All twelve candidates averaged weights, which these masters do not keep whole: no plan was found. Replicas that
+    are to vote on what they hold met a refusal in the run itself."""
+    own = settled({**ALONE, "allow": ["local_sgd"]}, layers=2)
+    assert asked(own, slow()).plan.exchange == "local_sgd"
+    split = replace(own.job.train, precision={"name": "bf16", "master": "split"})
+    assert asked(replace(own, job=replace(own.job, train=split)), slow()).plan.exchange == "allreduce"
+    votes = replace(own.job.run, verify_every=2)
+    assert asked(replace(own, job=replace(own.job, run=votes)), slow()).plan.exchange == "allreduce"
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Callable[..., Path]:
+    """A job whose blocks are faster where they are compiled, in the long run."""
+    (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 400)
+
+    def job(dropout: float = 0.0) -> Path:
+        path = tmp_path / "job.toml"
+        path.write_text(
+            f'[model]\nname = "gpt"\nlayers = 8\nd_model = 512\nheads = 16\ndropout = {dropout}\n'
+            'positions = "rotary"\nnorm = "rmsnorm"\nmlp = "swiglu"\n'
+            f'[data]\nsource = "{tmp_path}/text.txt"\nsequence = 256\nvalidation = 0.0\n'
+            '[train]\nsteps = 10000000\nglobal_batch = 32\nmicrobatch = 16\nprecision = "bf16"\n'
+        )
+        return path
+
+    return job
+
+
+def test_a_budget_is_kept_by_the_plan_that_is_confirmed(
+    compiled: Callable[..., Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest has compiled blocks, which it turns out that these are not."""
+    job, machine = compiled(), tmp_path / "one.toml"
+    machine.write_text('[[hosts]]\ndevice = "h100"\ncount = 1\nnumber = 1\nprice = 20\nbandwidth = 3e11\n')
+
+    def told(budget: str) -> dict[str, Any]:
+        answer_for(job, [], Options(str(machine), budget=budget), True, None)
+        return json.loads(capsys.readouterr().out)
+
+    first = told("1000000USD")
+    assert first["plan"]["compile"]
+    monkeypatch.setattr(answer, "why_not_compiled", lambda _: "a block breaks")
+    with pytest.raises(UserError, match=r"the cheapest takes [0-9.,]+ USD") as error:
+        told(f"{1.02 * first['price']:.2f}USD")
+    enough = re.search(r"takes ([0-9.,]+) USD", str(error.value))[1]  # type: ignore[index]
+    found = told(f"{enough}USD")
+    assert first["price"] < found["price"] <= float(enough.replace(",", ""))
+    assert not found["plan"].get("compile") and found["not_compiled"] == "a block breaks"
+
+
+def test_blocks_stay_as_they_are_written_where_graphs_cannot_do_what_is_pinned(
+    compiled: Callable[..., Path], capsys: Any
+) -> None:
+    """Nobody has asked for compiled ones: the planner's own choice was refused, with a remedy against it."""
+    job, selective = compiled(dropout=0.1), ["recompute=selective"]
+    answer_for(job, [], Options("1xh100", selective), True, None)
+    assert json.loads(capsys.readouterr().out)["plan"] == {"recompute": "selective"}
+    with pytest.raises(UserError, match=r"it draws numbers .*: take \"full\", or compile = false"):
+        answer_for(job, [], Options("1xh100", [*selective, "compile=true"]), True, None)
 
 
 def test_money() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.module.chosen_blocks import chosen_blocks
 from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Kind, front
 from shoal.planner.profile import Profile
 from shoal.planner.replicas import Replicas, dealt
@@ -138,6 +139,21 @@ def test_a_pinned_table_is_priced_as_it_is():
     }
 
 
+def test_a_pinned_budget_is_priced_as_the_engine_chooses_blocks():
+    """It was priced as if nothing were computed again."""
+    budget = {"name": "budget", "keep": 0.5}
+    best = search(task(pins={"pp": 2, "schedule": "1f1b", "recompute": budget})).best[0]
+    assert best.choice.recompute == budget
+    for own in best.again:  # of 32 MiB of a block two are its input
+        number, full = sum(own.values()), own["full"]
+        assert 32 * number - 30 * full <= 16 * number < 32 * number - 30 * (full - 1)
+    plain, asked = (Search(task(pins={"recompute": each})) for each in ("none", budget))
+    choice = Choice(Spread(copies=8), 2)
+    one, other = plain.estimate(choice), asked.estimate(choice)
+    assert other.memory["activations"] < 0.6 * one.memory["activations"]
+    assert other.terms["compute"] > one.terms["compute"]
+
+
 def uneven(*flops: float, count: int = 1) -> Cluster:
     """Hosts whose devices reach so much."""
     plain = cluster(hosts=1, count=count)
@@ -182,6 +198,14 @@ def test_a_fast_host_has_more_microbatches():
     assert even.seconds > 1.3 * best.seconds and even.choice.shares == (1, 1)
     together = search(replace(asked, pins={**asked.pins, "zero": 3})).best[0]
     assert together.choice.shares == (), "replicas that meet in their forwards run as many"
+    for pins in ({}, {"shares": ()}):
+        pins = {**asked.pins, **pins, "zero": 0, "exchange": "local_sgd"}
+        alike = search(replace(asked, pins=pins)).best[0]
+        assert alike.choice.shares == (), "an engine refuses other shares where replicas count alike"
+        assert alike.microbatches == even.microbatches and alike.terms["compute"] == even.terms["compute"]
+    mixed = search(replace(asked, exchanges=("allreduce", "bf16", "local_sgd"), pins={**asked.pins, "zero": 0})).best
+    found = {each.choice.exchange: each.choice.shares for each in mixed}
+    assert found["local_sgd"] == () and found["bf16"] == (1, 3), found
     alike = search(replace(asked, cluster=uneven(1e13, 1e13)))
     assert alike.best[0].choice.shares == ()
 

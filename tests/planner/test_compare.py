@@ -22,7 +22,7 @@ from shoal.plan import Plan
 from shoal.planner import measure
 from shoal.planner.learned import learned
 from shoal.planner.search import search
-from shoal.planner.task import Task
+from shoal.planner.task import Found, Task
 from shoal.report.metrics import read_metrics
 
 SECONDS = (9.0, 2.0, 2.0, 7.0, 2.5, 2.0)
@@ -274,6 +274,21 @@ def test_a_pipeline_is_compared_in_the_stages_that_ran(
         block = 12 * 32 * 32 + 9 * 32 + 4 * 32
         state = 16 * (2000 * 32 + 16 * 32 + 3 * block)
         assert found["memory of the fullest rank: state and weights in use"]["predicted"] == pytest.approx(state, 1e-2)
+
+
+@pytest.mark.parametrize(("plan", "batch", "each"), [("dp = 1", 100, (100, 1)), ("pp = 2", 64, (8, 8))])
+def test_a_microbatch_that_the_job_left_open_is_that_of_its_engine(
+    plan: str, batch: int, each: tuple[int, int], run_dir: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was what the planner would take: what was learned was of other microbatches than those that ran."""
+    resolved, ranks = run_dir / "resolved.toml", 1 + (plan != "dp = 1")
+    text = resolved.read_text().replace("microbatch = 8\n", "").replace("global_batch = 8", f"global_batch = {batch}")
+    resolved.write_text(text.replace("dp = 1", plan).replace("nproc = 1", f"nproc = {ranks}"))
+    write(run_dir, HOST, world=ranks, on_host=ranks)
+    found: list[Found] = []
+    monkeypatch.setattr(compare, "search", lambda task: found.append(search(task)) or found[-1])
+    shown(run_dir, capsys, keep=False)
+    assert (found[0].best[0].choice.microbatch, found[0].best[0].microbatches) == each
 
 
 def test_a_schedule_of_a_file_is_not_predicted(run_dir: Path) -> None:

@@ -239,10 +239,13 @@ def test_a_model_whose_buffers_replicas_cannot_keep_has_one_replica() -> None:
 
 
 def test_a_model_that_changes_in_place_what_it_computes_with_has_no_stages() -> None:
-    """Unless its blocks run again. The first step of a pipeline refuses it, after the planner gave it."""
-    with pytest.raises(UserError, match="a pipeline runs that forward before this backward"):
-        simulate_world(2, asked, {"pp": 2}, Counts, 2)
-    assert [plan.pp for plan in simulate_world(2, asked, {"tp": 1, "dp": 1, "recompute": "full"}, Counts, 2)] == [2, 2]
+    """Unless all of its blocks run again. The first step of a pipeline refuses it, after the planner gave it."""
+    for pins in ({"pp": 2}, {"pp": 2, "recompute": {"name": "blocks", "full": 3}}):
+        with pytest.raises(UserError, match="a pipeline runs that forward before this backward"):
+            simulate_world(2, asked, pins, Counts, 2)
+    for recompute in ("full", {"name": "blocks", "full": 2, "selective": 2}):
+        pins = {"tp": 1, "dp": 1, "recompute": recompute}
+        assert [plan.pp for plan in simulate_world(2, asked, pins, Counts, 2)] == [2, 2]
 
 
 def trained(world: Any, plan: Plan, microbatch: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,19 @@ def test_formulas_say_what_lists_of_actions_do(ranks, microbatches, name):
     assert under_way(name, ranks, microbatches, 1) == tuple(most)
     halves = [sum(each.kind == "I" for each in order) / microbatches for order in orders]
     assert parted(name, ranks, microbatches, 1) == (0.0, *halves[1:])  # nobody waits for the first stage
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 2), ("zbv", 2)]
+)
+def test_of_many_microbatches_as_many_are_under_way_as_by_the_whole_schedule(name, chunks):
+    """Where all forwards come first (of gpipe, and of groups of which the last is short) those of three groups were all
+    that was counted."""
+    for ranks, groups, more in product((2, 3, 4), (1, 3, 8), (0, 1)):
+        number = ranks * groups + more
+        orders = schedule_named(name, ranks, number, chunks).orders
+        most = [max(sum(now.values()) for now in kept(order)) for order in orders]
+        assert [sum(each) for each in under_way(name, ranks, number, chunks)] == most
 
 
 @pytest.mark.parametrize("on_host", [False, True])

@@ -217,6 +217,25 @@ def test_plans_that_cannot_be_rehearsed_say_why(options):
         rehearse(CASES["mlp-dropout"].factory, recipe("mlp-dropout", "fp32", 1), Plan(**options), [])
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("case", "plan", "rows", "more"),
+    [
+        ("mlp-dropout", {"dp": 2}, 6, {}),
+        ("mlp-dropout", {"pp": 2}, 1, {}),
+        ("resnet-batchnorm", {"dp": 2}, 6, {"sync_bn": True}),
+    ],
+)
+def test_a_microbatch_that_nobody_gives_is_that_of_the_engine(case, plan, rows, more):
+    """It was as many rows as there are ranks."""
+
+    def step(microbatch: int | None) -> Step:
+        own = recipe(case, "fp32", 1, microbatch=microbatch, **more)
+        return rehearse(CASES[case].factory, own, Plan(**plan), CASES[case].data(), steps=1)[-1]
+
+    assert step(None) == step(rows)
+
+
 def test_a_rank_of_several_stages_sends_what_the_closed_form_counts():
     """Of each stage once a microbatch."""
     made, plan = build(DEEP), Plan(pp=2, dp=2, zero=2, schedule="interleaved")

@@ -282,17 +282,15 @@ def check_recompute(plan: Plan) -> None:
         )
 
 
-def check_gradients_by_name(plan: Plan, recipe: Recipe, exchange: Algorithm, flushes: bool) -> None:
-    """Raises UserError where something asks for gradients by name, and ranks do not have the same ones."""
+def check_gradients_by_name(plan: Plan, what: str | None, exchange: Algorithm, flushes: bool) -> None:
+    """Raises UserError where `what`, if anything, asks for gradients by name, and ranks do not have the same ones."""
     same = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
     named, schedule = option_name(plan.exchange, "exchange"), option_name(plan.schedule, "schedule")
-    by_name = {"clip by a function": callable(recipe.clip), "keep_gradients": recipe.keep_gradients}
-    by_name["norms_every"] = recipe.norms_every > 0
     reasons = {
         f'plan.exchange = "{named}" leaves each replica a gradient of its own': not same,
         f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
         f'plan.schedule = "{schedule}" has no flush, and its stages update by themselves': not flushes,
     }
-    what, why = _first(by_name), _first(reasons)
+    why = _first(reasons)
     if what is not None and why is not None:
         raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")

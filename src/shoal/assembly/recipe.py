@@ -61,6 +61,13 @@ class Recipe:
         """Whether a step's samples are dealt out as evenly as can be, not in microbatches of one fixed cut."""
         return self.microbatch is None or self.sync_bn
 
+    @property
+    def by_name(self) -> str | None:
+        """What asks for gradients by name; None for nothing."""
+        asks = {"clip by a function": callable(self.clip), "keep_gradients": self.keep_gradients}
+        asks["norms_every"] = self.norms_every > 0
+        return next((what for what, is_so in asks.items() if is_so), None)
+
     def settings(self) -> dict[str, Any]:
         """What a checkpoint records of it, and says when it was another."""
         clip: Any = getattr(self.clip, "__qualname__", "a function") if callable(self.clip) else self.clip

@@ -110,7 +110,7 @@ class Running(Changing):
         more; of two nobody knows which. What no other rank holds, such as the shards of plan.zero, cannot be compared:
         the result says how much that is. Raises UserError where replicas differ on purpose.
         """
-        check_verify(self._local, self._memory)
+        check_verify(self.plan, self._memory.exchange, self._local.flushes)
         self.settle()
         self._trainer.runner.settle()
         self._trainer.optimizer.settle()

@@ -77,7 +77,7 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
         chunk.rest()
     lane = world.lane()
     gradient_pool = _attach(local, memory, optimizer, lane)
-    check_gradients_by_name(local.ranks.plan, recipe, memory.exchange, local.flushes)
+    check_gradients_by_name(local.ranks.plan, recipe.by_name, memory.exchange, local.flushes)
     scale = LossScale(memory.precision.scaling, world.device) if memory.precision.scaling else None
     versions = None if local.flushes else Versions(memory.trainable, memory.parameters, _late(local) + 1)
     keeps = buddy(local, memory, recipe, optimizer)

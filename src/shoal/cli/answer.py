@@ -84,12 +84,13 @@ def money(text: str) -> tuple[float, str]:
 
 
 def toml(chosen: Chosen) -> str:
-    """The plan as a job file has it."""
+    """The plan as a job file has it, with the microbatch but where that is all of a rank's rows (sync_bn)."""
     plan, train = chosen.plan.to_dict(), chosen.settled.job.train
-    written = [toml_fields({key: value}) for key, value in plan.items()] or ["dp = 1"]
-    return "\n".join(
-        ["[plan]", *written, "", "[train]", f"microbatch = {train.microbatch or chosen.estimate.choice.microbatch}"]
-    )
+    lines = ["[plan]", *([toml_fields({key: value}) for key, value in plan.items()] or ["dp = 1"])]
+    if not train.sync_bn:
+        rows = train.microbatch or chosen.estimate.choice.microbatch
+        lines += ["", "[train]", f"microbatch = {rows}"]
+    return "\n".join(lines)
 
 
 def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:

@@ -23,6 +23,7 @@ from shoal.chunks import Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Holds, Replica
+from shoal.exchange.sends import Sends, to_peers
 
 
 @dataclass
@@ -43,6 +44,9 @@ class Adasum(Algorithm):
         "it combines the gradients of ranks' own losses, and attention mixes those of ranks that share a row"
     )
     chunk_bytes: int | None = USUAL_CHUNK
+
+    def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
+        return Sends(handed=to_peers(ranks))
 
     def __post_init__(self) -> None:
         if self.of not in (None, "gradients", "deltas"):

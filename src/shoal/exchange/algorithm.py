@@ -147,7 +147,7 @@ class Algorithm:
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         """Returns what each of `ranks` replicas sends in a step, for the planner. `itemsize`: bytes of an element of
         the gradients; `side`: of the model's matrices, in elements, where they were squares."""
-        return Sends()
+        return Sends(in_parts=True)
 
     def holds(self, step: int) -> Holds:
         """Returns what the gradient chunks hold at the update of `step`; the same on every replica."""

@@ -11,7 +11,7 @@ from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.exchange.algorithm import Algorithm, Replica, State
 from shoal.exchange.scatter_gather import Feedback, scatter_gather
-from shoal.exchange.sends import CODED, Sends, coded
+from shoal.exchange.sends import CODED, TWICE, Sends, coded
 from shoal.plan import Option
 
 
@@ -28,7 +28,7 @@ class Compressed(Algorithm):
     chunk_bytes: int | None = 4 * 2**20
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        return Sends(coded(self.codec, itemsize), CODED)
+        return Sends(coded(self.codec, itemsize), CODED, handed=TWICE)
 
     def __post_init__(self) -> None:
         self._codec = codec(self.codec)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Replica, TrainsAlone
-from shoal.exchange.sends import Sends
+from shoal.exchange.sends import Sends, to_peers
 
 
 def partner(rank: int, size: int, round_: int) -> int:
@@ -42,8 +42,8 @@ class Decentralized(TrainsAlone):
     every: int = 1
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        with_one = ranks / (2 * (ranks - 1)) if self.peers != "all" else 1.0
-        return Sends(with_one * 4 / itemsize / self.every)  # fp32 weights
+        handed = to_peers(ranks) if self.peers != "all" else 1.0
+        return Sends(4 / handed / itemsize / self.every, handed=handed)  # fp32 weights
 
     def __post_init__(self) -> None:
         if self.peers not in ("all", "shift_one") or self.every < 1:

@@ -23,7 +23,7 @@ from shoal.device import record_use
 from shoal.errors import ArgumentError, UserError
 from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter, part_of_mean
 from shoal.exchange.scatter_gather import scatter_gather
-from shoal.exchange.sends import CODED, Sends, coded
+from shoal.exchange.sends import CODED, TWICE, Sends, coded
 from shoal.optim.outer import OuterSGD
 from shoal.plan import Option
 
@@ -54,7 +54,8 @@ class DiLoCo(TrainsAlone):
     chunk_bytes: int | None = 16 * 2**20
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        return Sends(coded(self.codec, itemsize) / self.every, CODED / self.every, beside=self.overlap > 0)
+        share = coded(self.codec, itemsize) / self.every
+        return Sends(share, CODED / self.every, beside=self.overlap > 0, handed=TWICE)
 
     def __post_init__(self) -> None:
         if not 1 <= self.fragments <= self.every or not 0 <= self.overlap < self.every // self.fragments:

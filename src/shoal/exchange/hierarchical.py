@@ -18,7 +18,7 @@ from shoal.comm.connect import this_host
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica
 from shoal.exchange.scatter_gather import scatter_gather
-from shoal.exchange.sends import CODED, Sends, coded
+from shoal.exchange.sends import CODED, TWICE, Sends, coded
 from shoal.plan import Option
 
 
@@ -39,7 +39,9 @@ class Hierarchical(Algorithm):
             self.chunk_bytes = USUAL_CHUNK
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        return Sends() if self._codec.lossless else Sends(coded(self.codec, itemsize), CODED, inside_hosts=True)
+        if self._codec.lossless:
+            return Sends(handed=TWICE + 1 / (self.ranks_per_host or ranks))
+        return Sends(coded(self.codec, itemsize), CODED, inside_hosts=True, handed=TWICE)
 
     def check_ranks(self, ranks: int) -> None:
         if (each := self.ranks_per_host) is not None:

@@ -74,13 +74,14 @@ class Islands(Composed):
         self.parts = (self._inside, self._across)
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        share = passes = 0.0
+        share = passes = handed = 0.0
         for part, among in ((self._inside, min(self.ranks, ranks)), (self._across, ranks // self.ranks)):
             if among > 1:
                 its = part.sends(among, itemsize, side)
                 share += its.share * (1 - 1 / among) / (1 - 1 / ranks)
                 passes += its.passes
-        return Sends(share, passes)
+                handed += its.share * its.handed
+        return Sends(share, passes, handed=handed / share if share else 1.0)
 
     @property
     def partners(self) -> Group:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.comm.codecs import codec
 from shoal.exchange.algorithm import USUAL_CHUNK, Replica, State, TrainsAlone, by_parameter
-from shoal.exchange.sends import CODED, Sends, coded
+from shoal.exchange.sends import CODED, Sends, coded, to_peers
 from shoal.plan import Option
 
 
@@ -30,7 +30,9 @@ class LowPrecisionDecentralized(TrainsAlone):
     chunk_bytes: int | None = USUAL_CHUNK
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        return Sends(coded(self.codec, itemsize) * ranks / (ranks - 1) / self.every, CODED / self.every)
+        handed = to_peers(ranks)
+        share = 2 * coded(self.codec, itemsize) / handed  # both neighbours
+        return Sends(share / self.every, CODED / self.every, handed=handed)
 
     def __post_init__(self) -> None:
         self._codec = codec(self.codec)

@@ -25,7 +25,7 @@ from shoal.comm.codecs import codec
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
 from shoal.exchange.scatter_gather import Feedback, scatter_gather
-from shoal.exchange.sends import CODED, Sends, coded
+from shoal.exchange.sends import CODED, TWICE, Sends, coded
 from shoal.optim.fused import FlatOptimizer
 from shoal.plan import Option
 
@@ -47,7 +47,7 @@ class QAdam(Algorithm):
     chunk_bytes: int | None = 4 * 2**20
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
-        return Sends(coded(self.codec, itemsize), CODED)
+        return Sends(coded(self.codec, itemsize), CODED, handed=TWICE)
 
     def __post_init__(self) -> None:
         if self.warmup < 1:

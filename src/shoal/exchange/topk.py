@@ -12,7 +12,7 @@ from shoal.chunks import Chunk
 from shoal.comm.codecs import ErrorFeedback, codec
 from shoal.exchange.algorithm import Algorithm, Replica, State, by_parameter
 from shoal.exchange.kept import Kept, parts_of
-from shoal.exchange.sends import CODED, Sends, coded
+from shoal.exchange.sends import CODED, TWICE, Sends, coded
 from shoal.plan import Option
 
 
@@ -25,7 +25,7 @@ class TopK(Algorithm):
 
     def sends(self, ranks: int, itemsize: int, side: float) -> Sends:
         share = coded({"name": "topk", "ratio": self.ratio}, itemsize)
-        return Sends(share * ranks / 2, 2 * CODED)  # everybody gets what everybody sends
+        return Sends(share * ranks / 2, 2 * CODED, handed=TWICE)  # everybody gets what everybody sends
 
     def __post_init__(self) -> None:
         chosen: Option = {"name": "topk", "ratio": self.ratio}

@@ -123,7 +123,10 @@ def _trials(settled: Settled, chosen: Chosen) -> Trials:
 
 
 def keeps_microbatch(settled: Settled) -> bool:
-    """Whether what is computed depends on the size of a microbatch, which then is not the planner's."""
+    """Whether what is computed depends on the size of a microbatch, which then is not the planner's; nor is it where
+    statistics of the global batch take all of a rank's rows at once."""
+    if settled.job.train.sync_bn:
+        return True
     module = without_values(settled.model.factory)
     return module is None or has_batch_statistics(module)
 

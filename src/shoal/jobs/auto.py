@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.jobs.answer import Chosen, task_of
+from shoal.errors import UserError
+from shoal.jobs.answer import Chosen, searched, task_of
 from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch, task_here
 from shoal.jobs.automatic import pinned
-from shoal.jobs.choose import Sizes, opened
+from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import allowed, load_job, plan_pins
@@ -53,13 +55,23 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
         task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
 
     def find(task: Task) -> Chosen:
-        if asked.budget is not None:
-            task = within_budget(
-                task, asked.budget, lambda each: settled.steps_of(each.seconds) * each.seconds, asked.currency
-            )
-        return placed(settled, task)
+        return placed(settled, task) if asked.budget is None else _within(asked.budget, asked.currency, settled, task)
 
     return as_replicable(task, settled.job.train.buffers, find)
+
+
+def _within(budget: float, currency: str, settled: Settled, task: Task) -> Chosen:
+    """The fastest plan whose price keeps to `budget`, confirmed: on another number of hosts where dry runs pass over so
+    many that a dearer one is left."""
+    known, eager = dict[int, float](), ""
+    with suppress(UserError):  # all hosts may be too many
+        task, _, eager = searched(settled, task)
+    while True:
+        part = within_budget(task, budget, lambda each: settled.steps_of(each.seconds) * each.seconds, currency, known)
+        chosen = placed(settled, part)
+        if (price := chosen.price or 0.0) <= budget:
+            return replace(chosen, eager=chosen.eager or eager)
+        known[len(part.cluster.hosts)] = price
 
 
 HERE = "here"

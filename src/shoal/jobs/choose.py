@@ -18,12 +18,11 @@ from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.jobs.trials import Trials
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optim.groups import decay_matrices_only
-from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
 from shoal.planner.degrees import chosen_fields
 from shoal.precision import precision
-from shoal.training.microbatches import check_microbatch, largest_share
+from shoal.training.microbatches import check_microbatch, largest_share, usual_microbatch
 
 SEQUENCE = 256
 WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
@@ -224,10 +223,10 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
 def microbatches_of(job: Job) -> tuple[int, int]:
     """Returns the number of samples in a microbatch, and the most microbatches that a rank has in a step."""
     train = job.train
+    rows = usual_microbatch(train.microbatch, train.global_batch, job.plan, train.sync_bn)
     if train.microbatch is not None:
-        return train.microbatch, largest_share(math.ceil(train.global_batch / train.microbatch), job.plan)
-    share = largest_share(train.global_batch, job.plan)
-    return (microbatch := samples_to_fill(job.plan, share)), math.ceil(share / microbatch)
+        return rows, largest_share(math.ceil(train.global_batch / rows), job.plan)
+    return rows, math.ceil(largest_share(train.global_batch, job.plan) / rows)
 
 
 def _put_stages(

@@ -15,7 +15,7 @@ from shoal.errors import UserError
 from shoal.jobs.alike import first_alike, first_of_generation
 from shoal.jobs.answer import task_of
 from shoal.jobs.asking import cluster_of_ranks
-from shoal.jobs.choose import Settled, Sizes, opened
+from shoal.jobs.choose import Settled, Sizes, microbatches_of, opened
 from shoal.jobs.learning import learn_from, spent_on
 from shoal.jobs.read import load_job
 from shoal.jobs.trials import read as read_trials
@@ -80,7 +80,7 @@ def compare(run_dir: Path, keep: bool = True) -> Comparison:
     pins = {each.name: getattr(plan, each.name) for each in fields(Plan)}
     if plan.pipelined:
         pins["stages"] = as_cut(settled.model.factory, plan)
-    task = replace(task_of(settled, cluster, pins), limit=math.inf)
+    task = replace(task_of(_as_it_ran(settled), cluster, pins, whole=True), limit=math.inf)
     estimate = search(task).best[0]
     held = [each.device for each in Estimates(task).each(estimate.choice)]
     terms = tuple(_terms(run_dir, records, settled, estimate, held, median(steps), sampled))
@@ -89,6 +89,14 @@ def compare(run_dir: Path, keep: bool = True) -> Comparison:
     )
     cut = () if not plan.pipelined or pins["stages"] else (WHOLE_BLOCKS,)
     return Comparison(terms, len(steps), len(sampled), (*cluster.said, *cut), said)
+
+
+def _as_it_ran(settled: Settled) -> Settled:
+    """The job with the microbatch of its engine, where it gave none; all rows of a rank at once `task_of` knows as the
+    whole."""
+    rows, number = microbatches_of(settled.job)
+    train = settled.job.train
+    return settled if number == 1 else replace(settled, job=replace(settled.job, train=replace(train, microbatch=rows)))
 
 
 def measured_steps(records: RunRecords) -> list[float]:

@@ -15,6 +15,7 @@ from shoal.jobs.choose import Settled
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.plan import machine_here
 from shoal.planner import BUDGET
+from shoal.planner.prepare import Untraced
 
 
 def check_device_memory(settled: Settled, world: World) -> None:
@@ -32,7 +33,10 @@ def check_device_memory(settled: Settled, world: World) -> None:
 
     def find() -> list[int] | None:
         forecast = Forecast(settled, machine_here(world.local_size), process=0)
-        found = forecast.predict(replace(plan, memory=sure))
+        try:
+            found = forecast.predict(replace(plan, memory=sure))
+        except Untraced:  # values decide what it takes: the first step shows whether the budget is enough
+            return None
         return next(([fit.needed, fit.available] for fit in found.fits if fit.memory == BUDGET), None)
 
     told = from_first(world.everyone, find)

@@ -21,6 +21,7 @@ from shoal.planner import (
     HOST,
     SHALLOW,
     TIERS,
+    Asks,
     Family,
     Fit,
     Machine,
@@ -66,6 +67,8 @@ class Forecast:
         self._optimizer = optimizer_named(train.optimizer, train.lr)
         self.microbatch, self._microbatches = microbatches_of(settled.job)
         self._runs = DryRuns(settled, self._precision)
+        run = settled.job.run
+        self._asks = Asks(train.sync_bn, "norms_every" if run.norms_every else None, run.verify_every > 0)
 
     def recording(self, plan: Plan) -> Recording:
         """What the first rank does with the job's own model."""
@@ -131,7 +134,8 @@ class Forecast:
 
     def _predict(self, recording: Recording, plan: Plan, ranks: int) -> Prediction:
         machine = replace(self._machine, ranks=ranks)
-        return predict(recording, self._optimizer, plan, self._precision, machine, self._microbatches, self._process)
+        asked = self._optimizer, plan, self._precision, machine, self._microbatches, self._process, self._asks
+        return predict(recording, *asked)
 
     def largest(self) -> Largest | None:
         """Finds the largest model under the job's own plan, with stages cut anew; not where `recompute` or

@@ -155,8 +155,8 @@ def make_directory(settled: Settled, world: World, engine: Engine) -> None:
         if engine.parts.link is not None:
             chunks = f"{len(engine.parts.chunks)} chunks of about {units.size(engine.parts.chunk_bytes)}"
             console.print(f"gradients travel in {chunks} ({engine.parts.link})", markup=False)
-        if settled.job.train.microbatch is None and engine.plan.pipelined:
-            size, number = microbatches_of(settled.job)
+        size, number = microbatches_of(settled.job)
+        if settled.job.train.microbatch is None and number > 1:
             console.print(
                 f"train.microbatch = {size}: {number} in a step keep the {engine.plan.pp} ranks of a pipeline busy"
             )

@@ -39,6 +39,19 @@ def chosen_blocks(
     return whole, some
 
 
+def over_budget(blocks: Sequence[tuple[float, float]], keep: float) -> list[int]:
+    """Returns the places of the `blocks` that are computed again where backward is to keep the part `keep` of the bytes
+    that it would: those that save most first, until little enough is kept. Of each block: the bytes that backward keeps
+    of it, and those of them that it saves."""
+    left = whole = sum(kept for kept, _ in blocks)
+    found = []
+    for place in sorted(range(len(blocks)), key=lambda place: -blocks[place][1]):
+        if left > keep * whole and (saves := blocks[place][1]) > 0:
+            found.append(place)
+            left -= saves
+    return found
+
+
 def _places(what: str, given: Places, number: int, taken: Collection[int]) -> list[int]:
     """The blocks that `given` means; of a number the first that are not `taken`."""
     if isinstance(given, bool) or not isinstance(given, int | str | Sequence):
@@ -62,7 +75,12 @@ def _ranges(what: str, text: str) -> list[int]:
         ends = _RANGE.fullmatch(part)
         if ends is None or len(part) > 20:
             raise _wrong(what, text)
-        found |= {*range(int(ends[1]), min(int(ends[2] or ends[1]), int(ends[1]) + _MOST) + 1)}
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if last < first:
+            raise _wrong(what, text)
+        found |= {*range(first, min(last, first + _MOST) + 1)}
+    if text and not found:
+        raise _wrong(what, text)
     return sorted(found)
 
 

@@ -33,7 +33,7 @@ from shoal.module.anew import Anew
 from shoal.module.attributes import attributes_as_found, plain_attributes
 from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffer_values import replaced
-from shoal.module.chosen_blocks import Places, chosen_blocks
+from shoal.module.chosen_blocks import Places, chosen_blocks, over_budget
 from shoal.module.compiling import observed
 from shoal.module.functional import weights_of
 from shoal.module.late_noise import fills_late
@@ -167,13 +167,10 @@ class Recompute:
         meters = {kind: Meter(alike[0]) for kind, alike in kinds.items()}
 
         def decide(own: Sequence[_Block]) -> None:
-            """Recomputes the blocks that save the most bytes, until little enough is kept; a kind that did not run
-            saves 0."""
-            left = whole = sum(meters[block.kind].kept for block in own)
-            for block in sorted(own, key=lambda block: -meters[block.kind].saves):
-                saves = meters[block.kind].saves
-                block.flag = left > keep * whole and saves > 0
-                left -= saves * block.flag
+            """Recomputes those that are over the budget; a kind that did not run saves 0."""
+            again = over_budget([(meters[block.kind].kept, meters[block.kind].saves) for block in own], keep)
+            for place, block in enumerate(own):
+                block.flag = place in again
 
         self._decide = decide
 

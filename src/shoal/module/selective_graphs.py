@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -37,15 +37,27 @@ def selective_graph(block: nn.Module, save: Sequence[str], backend: bool | str) 
             'this model has none: take "full", or compile = false'
         )
     kind: Any = type(block)
-    marked = checkpointed(own, partial(_policy, saved_by(save)), _code_of(kind, tuple(save)))
+    kept, policy, name = tuple(save), partial(_policy, saved_by(save)), kind.__name__
     chosen = keeping_reads("inductor" if backend is True else str(backend))
-    compiled, name = torch.compile(marked, backend=chosen, fullgraph=True), kind.__name__
+
+    def compiled() -> Forward:
+        forward: Forward = torch.compile(checkpointed(own, policy, code), backend=chosen, fullgraph=True)
+        return forward
+
+    code = _code_of(kind, kept)
+    graph = compiled()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException  # imported here because it takes seconds
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # here because it takes seconds
 
+        nonlocal code, graph
         try:
-            return compiled(*args, **kwargs)
+            try:
+                return graph(*args, **kwargs)
+            except FailOnRecompileLimitHit:  # blocks of other sizes, or of other models, have used it up
+                code = _code_of(kind, kept, code)
+                graph = compiled()
+                return graph(*args, **kwargs)
         except TorchDynamoException as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
@@ -69,11 +81,15 @@ def checkpointed(forward: Forward, policy: Callable[..., CheckpointPolicy], code
     return FunctionType(code or run.__code__.replace(), globals(), closure=run.__closure__)
 
 
-@cache
-def _code_of(kind: Any, save: tuple[str, ...]) -> CodeType:
-    """Code for the blocks of a class that keep the same."""
-    empty: Any = checkpointed(_unwarned, _policy)
-    return empty.__code__
+_CODES: dict[tuple[Any, tuple[str, ...]], CodeType] = {}
+
+
+def _code_of(kind: Any, save: tuple[str, ...], full: CodeType | None = None) -> CodeType:
+    """Code for the blocks of a class that keep the same: another one than `full`, of which torch has all its graphs."""
+    if (known := _CODES.get((kind, save))) is None or known is full:
+        empty: Any = checkpointed(_unwarned, _policy)
+        known = _CODES[kind, save] = empty.__code__
+    return known
 
 
 def _unwarned(record: logging.LogRecord) -> bool:

@@ -7,7 +7,7 @@ from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
 from shoal.planner.parts import Part, as_cut, parts_of, with_stages
-from shoal.planner.predict import BUDGET, DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
+from shoal.planner.predict import BUDGET, DISK, HOST, Asks, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.prepare import Subject
 from shoal.planner.recording import Recording, Staged, equal
 from shoal.planner.state import State, optimizer_state
@@ -18,6 +18,7 @@ __all__ = [
     "HOST",
     "SHALLOW",
     "TIERS",
+    "Asks",
     "Blocks",
     "Family",
     "Fit",

@@ -18,6 +18,7 @@ from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import FIELDS, Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.policies import keeps_operations
+from shoal.planner.replicas import in_shares
 from shoal.planner.task import EXACT, Choice, Offload, Task
 
 WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -94,8 +95,9 @@ class Choices(Estimates):
         return "; ".join(list(whys)[:3])
 
     def _per(self, spread: Spread) -> int:
-        """Rows of a replica in a step."""
-        return math.ceil(self.task.rows / spread.copies)
+        """Rows of a step of the replica that has most."""
+        shares = tuple(self.task.pins.get("shares") or ())
+        return max(in_shares(self.task.rows, shares)) if shares else math.ceil(self.task.rows / spread.copies)
 
     def _microbatches(self, spread: Spread) -> list[int]:
         per = self._per(spread)

@@ -32,10 +32,10 @@ def why_not_compiled(subject: Subject) -> str:
 
 def keeps_inside(subject: Subject, pins: Mapping[str, Any]) -> bool:
     """Whether compiled blocks of the model of `subject`, each of which is one graph, can keep what some operations give
-    (see module/selective_graphs). Raises UserError where they cannot and `pins` ask for it, and for a model that cannot
-    be run dry."""
+    (see module/selective_graphs). Raises UserError where they cannot and `pins` ask for both, and for a model that
+    cannot be run dry."""
     why = _first_of_each(subject, _selected)
-    if why and "selective" in str(pins.get("recompute")):
+    if why and pins.get("compile") and "selective" in str(pins.get("recompute")):
         raise UserError(f'plan.recompute = "selective" beside plan.compile: {why}: take "full", or compile = false')
     return not why
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from shoal.errors import UserError
 from shoal.planner.degrees import FIELDS
 from shoal.planner.search import more_room, search
-from shoal.planner.task import Estimate, Found, Task
+from shoal.planner.task import EXACT, Estimate, Found, Task
 from shoal.toml import plan_text
 
 TRIES = 12
@@ -66,11 +66,13 @@ def confirm(task: Task, found: Found, look: Callable[[Task, Estimate], tuple[Loo
 
 
 def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
-    """The task with less memory by what dry runs counted beside, or without the ways to divide that were refused and
-    are not pinned; None where there is nothing to leave out."""
+    """The task with less memory by what dry runs counted beside; or without the exchanges that were refused and change
+    what is computed, else without the ways to divide that were and are not pinned; None where nothing is left out."""
     refused = [each for each, why in passed if not why.startswith(OVER)]
     if not refused:
         return replace(task, share=0.85 * task.share)
+    if lossy := {each.choice.exchange for each in refused} - {EXACT}:
+        return replace(task, exchanges=tuple(each for each in task.exchanges if each not in lossy))
     legal, free = dict(task.legal), [what for what in _WAYS if FIELDS[what] not in task.pins]
     for each in refused:
         way = next((what for what in free if getattr(each.choice.spread, what) > 1), None)

@@ -26,7 +26,7 @@ from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
 from shoal.planner.recording import Event, Recording, Staged
-from shoal.planner.stages import AllStages
+from shoal.planner.stages import AllStages, agrees_of
 from shoal.planner.workspace import called, with_workspace
 from shoal.training.loss import sums_of
 
@@ -49,6 +49,7 @@ def dry_run(subject: Subject) -> Recording:
             events,
             ready.sent(),
             layers=ready.local.parallelized.layers,
+            agrees=agrees_of(ready.local),
         )
 
 

@@ -34,14 +34,15 @@ def exchanged(
     with_experts = max(1, ranks // spread.experts)
     total = wire = 0.0
     again = number if choice.zero >= 2 or (choice.zero and choice.offload) else 1  # copies add up once
-    operation = "reduce_scatter" if choice.zero >= 1 else "all_reduce"
+    operation = "reduce_scatter" if choice.zero >= 1 and sends.in_parts else "all_reduce"
     parts = (reduced, ranks), (numbers.gradient * experts, with_experts)
     calls = [chunks(nbytes, link, among) for nbytes, among in parts]
     for (nbytes, among), times in zip(parts, calls, strict=True):
         total += link.seconds(operation, sends.share * again * nbytes, among, again * times if sends.share else 0)
-        wire += sends.share * again * nbytes * (among > 1)
+        inside = min(among, cluster.per_host)
+        wire += sends.payload(inside) * again * nbytes * (among > 1)
         if sends.inside_hosts and among > 1:  # all of it travels inside of a host before
-            total += cluster.inside.seconds(operation, again * nbytes, min(among, cluster.per_host))
+            total += cluster.inside.seconds(operation, again * nbytes, inside)
     device = prices.slowest
     coding = again * sends.passes * (reduced + numbers.gradient * experts) / cluster.streams
     together = copies(choice)[0]
@@ -53,7 +54,7 @@ def exchanged(
         nbytes = numbers.weight * (trained + experts)
         total += link.seconds("all_gather", nbytes, together, sum(calls))
         wire += nbytes
-    if together < ranks and choice.zero:  # copies of the state agree on their parts
+    if together < ranks and choice.zero and sends.in_parts:  # copies of the state agree on their parts
         total += link.seconds("all_reduce", reduced / together, ranks // together, calls[0])
         wire += reduced / together
     gathered = paused = 0.0
@@ -99,7 +100,7 @@ def sends_of(prices: Prices, choice: Choice) -> Sends:
     """What the exchange of a choice sends, or that which is pinned."""
     option = prices.task.pins.get("exchange", choice.exchange)
     if option == EXACT:
-        return Sends()
+        return Sends(in_parts=True)
     return algorithm(option).sends(choice.spread.replicas, prices.task.numbers.gradient, prices.side)
 
 

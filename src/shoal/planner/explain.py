@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from shoal.errors import UserError
 from shoal.planner.bought import bought
@@ -214,10 +215,17 @@ def front(found: Found) -> list[Estimate]:
     return best
 
 
-def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float], currency: str = "") -> Task:
+def within_budget(
+    task: Task,
+    budget: float,
+    seconds: Callable[[Estimate], float],
+    currency: str = "",
+    known: Mapping[int, float] = MappingProxyType({}),
+) -> Task:
     """The task on the number of hosts, of the first ones of the cluster, whose plan is the fastest of those that keep
     the price of the whole job within `budget` (see `numbers_of_hosts`). `seconds`: of the whole job; `currency`: of the
-    budget, "" for the cluster's. Raises UserError where no plan keeps to it."""
+    budget, "" for the cluster's; `known`: the price on so many hosts, where dry runs have shown that it is more. Raises
+    UserError where no plan keeps to it."""
     cluster = task.cluster
     if not cluster.price:
         raise UserError(
@@ -229,10 +237,10 @@ def within_budget(task: Task, budget: float, seconds: Callable[[Estimate], float
             f'--budget is in "{currency}", prices of {cluster.name} in "{cluster.currency}": give an amount in these, '
             f'such as "40000{cluster.currency}"'
         )
-    cheapest, found, fastest = math.inf, task, math.inf
+    cheapest, found, fastest = min(known.values(), default=math.inf), task, math.inf
     for number in reversed(numbers_of_hosts(len(cluster.hosts))):
         tried = Search(replace(task, cluster=cluster.with_hosts(number)))
-        if island(tried.task) != island(task):
+        if number in known or island(tried.task) != island(task):
             continue  # nothing would train apart there
         if min(map(tried.bound, tried.spreads()), default=math.inf) >= fastest or not (best := tried.run().best):
             continue

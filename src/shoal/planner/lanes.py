@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from operator import is_
-from typing import Any
 
+from shoal.module.chosen_blocks import over_budget
 from shoal.planner.computing import HALVED, HALVED_TENSOR, python_of
 from shoal.planner.costs import POLICIES, Prices, Sizes, together
 from shoal.planner.degrees import Spread
@@ -229,6 +229,17 @@ class Lane:
         """Counts of all stages where every block is treated so."""
         return list(self.cuts.all_by(self.policies, policy))
 
+    def over_budget(self, keep: float) -> list[int]:
+        """The numbers of the blocks that ranks compute again, each to keep this part of its bytes."""
+        found = []
+        for rank in range(self.ranks):
+            kinds = [kind for blocks in self.cuts.blocks[rank :: self.ranks] for kind in blocks]
+            own = sorted((number, place) for place, numbers in kinds for number in numbers)
+            sizes = [self._prices.sizes(place, self._spread) for _, place in own]
+            again = over_budget([(each.again, each.frees("full")) for each in sizes], keep)
+            found += [own[at][0] for at in again]
+        return found
+
     def places(self, policy: str, counts: Sequence[Counts]) -> list[int]:
         """The numbers, among all blocks of the model, of those that are treated so. The deepest of a stage are kept as
         they are, since they come back first."""
@@ -246,8 +257,6 @@ class Lane:
 
 BUSY = ("compute", "parts", "tokens", "experts")
 """Terms of what a rank does between messages of other stages."""
-GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
-"""What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
 
 
 def by_policy(policies: tuple[str, ...], counts: Counts) -> dict[str, int]:

@@ -101,19 +101,22 @@ def schedule_named(name: str, ranks: int, microbatches: int, chunks: int) -> Sch
 @lru_cache(maxsize=4096)
 def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """For each rank the most microbatches of each of its stages that wait for their backward together. Of many
-    microbatches a few are enough: the schedule repeats itself. For 1f1b and zb1p, whose lists are long where there are
+    microbatches a few are enough, with as many left over in the last group of as many as there are ranks: the schedule
+    repeats itself, or all forwards come first, and all wait. For 1f1b and zb1p, whose lists are long where there are
     hundreds of ranks, by their formulas."""
     if name == "1f1b" and chunks == 1:
         return tuple((min(microbatches, ranks - rank),) for rank in range(ranks))
     if name == "zb1p" and chunks == 1:
         return ((min(microbatches, ranks),),) * ranks
-    schedule = schedule_named(name, ranks, min(microbatches, 3 * ranks), chunks)
+    few = min(microbatches, 3 * ranks + microbatches % ranks)
+    schedule = schedule_named(name, ranks, few, chunks)
     found = []
     for rank, order in enumerate(schedule.orders):
         own = schedule.stages_of(rank)
         most = max((dict(now) for now in kept(order)), key=lambda now: sum(now.values()))
         found.append(tuple(most.get(stage, 0) for stage in own))
-    return tuple(found)
+    all_wait = all(number == few for numbers in found for number in numbers)
+    return ((microbatches,) * chunks,) * ranks if all_wait else tuple(found)
 
 
 @lru_cache(maxsize=4096)

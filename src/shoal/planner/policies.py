@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
-from shoal.plan import option_name
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.module.chosen_blocks import chosen_blocks
+from shoal.plan import option_name, option_parameters
 from shoal.planner.costs import POLICIES
 from shoal.planner.task import Choice, Task
+
+_SEVERAL = {"blocks": POLICIES, "budget": ("none", "full")}
+"""The ways in which one plan treats blocks, where these are several."""
+GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
+"""What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
+
+
+def by_place(parameters: Mapping[str, Any], number: int) -> dict[int, str]:
+    """How blocks of `number` are treated that a `recompute` of blocks with these parameters names, by their places."""
+    full, some = chosen_blocks(number, *(parameters.get(key, default) for key, default in GIVEN.items()))
+    return {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
+
+
+def all_run_again(task: Task) -> bool:
+    """Whether backward computes each block again, of which it keeps some results at most."""
+    given = task.pins.get("recompute", "none")
+    if (name := option_name(given, "recompute")) == "blocks":
+        number = task.profile.blocks
+        return len(by_place(option_parameters(given), number)) == number
+    return name != "none"
 
 
 def policies_of(task: Task, selective: bool = True) -> tuple[str, ...]:
@@ -14,7 +38,7 @@ def policies_of(task: Task, selective: bool = True) -> tuple[str, ...]:
     if given is None:
         return tuple(each for each in POLICIES if each in task.recompute and (selective or each != "selective"))
     name = option_name(given, "recompute")
-    return POLICIES if name == "blocks" else (name if name in POLICIES else "none",)
+    return _SEVERAL.get(name, (name,))
 
 
 def keeps_operations(task: Task, choice: Choice) -> bool:

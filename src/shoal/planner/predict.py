@@ -13,11 +13,20 @@ from typing import Any
 import torch
 
 from shoal import units
-from shoal.assembly.compatibility import Asked, check_conflicts, check_exchange, check_no_flush, check_recompute
+from shoal.assembly.compatibility import (
+    Asked,
+    check_conflicts,
+    check_exchange,
+    check_gradients_by_name,
+    check_no_flush,
+    check_recompute,
+)
+from shoal.assembly.verify import check_verify
 from shoal.chunks import Budget, budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
 from shoal.errors import UserError
+from shoal.exchange import Algorithm
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.buddy import steps_between
@@ -105,13 +114,35 @@ class Prediction:
             yield DISK, self.need.total("disk"), allowed.disk.size
 
 
-def _check(plan: Plan, optimizer: OptimizerFactory, precision: Precision, recording: Recording) -> None:
-    """Raises UserError for what an engine refuses of a plan beside its optimizer and precision."""
-    check_conflicts(Asked(plan, optimizer, precision, recording.options))
+@dataclass(frozen=True)
+class Asks:
+    """What is asked of training that not every plan gives: statistics of the global batch, gradients by name, with what
+    asks for these ("norms_every"; None for nothing), and votes of replicas on what they hold."""
+
+    sync_bn: bool = False
+    by_name: str | None = None
+    verifies: bool = False
+
+
+NOTHING = Asks()
+
+
+def _checked(
+    plan: Plan, optimizer: OptimizerFactory, precision: Precision, recording: Recording, asks: Asks
+) -> Algorithm:
+    """Returns the exchange. Raises UserError for what an engine refuses of a plan beside what trains under it."""
+    options, flushes = recording.options, not plan.pipelined or schedule_of(plan, 1).flushes
+    check_conflicts(Asked(plan, optimizer, precision, options, asks.sync_bn))
     check_recompute(plan)
-    if plan.pipelined and not schedule_of(plan, 1).flushes:
-        statistics, biases = recording.agrees.statistics, recording.agrees.biases
-        check_no_flush(plan, precision, statistics, False, biases, recording.ties)
+    statistics, biases = recording.agrees.statistics, recording.agrees.biases
+    if not flushes:
+        check_no_flush(plan, precision, statistics, asks.sync_bn, biases, recording.ties)
+    small = partial(small_optimizer, optimizer, options)
+    exchange = check_exchange(plan, precision.keep, make=small, moves_biases=biases)
+    check_gradients_by_name(plan, asks.by_name, exchange, flushes)
+    if asks.verifies:
+        check_verify(plan, exchange, flushes)
+    return exchange
 
 
 def predict(
@@ -122,10 +153,10 @@ def predict(
     machine: Machine,
     microbatches: int,
     process: int = 0,
+    asks: Asks = NOTHING,
 ) -> Prediction:
     """Predicts the memory of the first rank. Raises UserError, as the engine would, for what does not go together."""
-    _check(plan, optimizer, precision, recording)
-    exchange = check_exchange(plan, precision.keep, make=partial(small_optimizer, optimizer, recording.options))
+    exchange = _checked(plan, optimizer, precision, recording, asks)
     limit, chunk = _limits(plan, machine)
     together = plan.copy_size if plan.zero else 1
     with_experts = max(1, together // plan.ep)

@@ -81,7 +81,8 @@ def in_one_line() -> Iterator[None]:
         raise Untraced(
             f"{_line_of(error)} decides by values how the model goes on, or makes a shape of them ({error}), so it is "
             "not known beforehand what the model takes",
-            "give a plan instead of asking for one (data parallelism takes any way through a model)",
+            "a run shows it, for which a plan that is given needs no prediction (data parallelism takes any way "
+            "through a model)",
         ) from error
     except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

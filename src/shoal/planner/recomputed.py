@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from shoal.module.chosen_blocks import chosen_blocks
-from shoal.plan import option_parameters
+from shoal.plan import option_name, option_parameters
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import GIVEN, Lane
+from shoal.planner.lanes import Lane
+from shoal.planner.policies import by_place
 from shoal.planner.task import Choice
 from shoal.planner.timed import Timed, timing
 
@@ -102,10 +103,7 @@ class Recomputed(Timed):
             return lane.none()
         if given is None:
             return None
-        parameters = option_parameters(given)
-        number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
-        full, some = chosen_blocks(number, *(parameters.get(key, default) for key, default in GIVEN.items()))
-        ways = {**dict.fromkeys(full, "full"), **dict.fromkeys(some, "selective")}
+        ways = self._ways(lane, option_name(given, "recompute"), option_parameters(given))
         return [
             tuple(
                 tuple(sum(ways.get(each, "none") == policy for each in numbers) for policy in lane.policies)
@@ -113,3 +111,10 @@ class Recomputed(Timed):
             )
             for blocks in lane.cuts.blocks
         ]
+
+    def _ways(self, lane: Lane, name: str, parameters: Mapping[str, Any]) -> dict[int, str]:
+        """How blocks are treated, by their numbers, where not all of them are alike."""
+        if name == "budget":
+            return dict.fromkeys(lane.over_budget(parameters["keep"]), "full")
+        number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
+        return by_place(parameters, number)

@@ -42,7 +42,7 @@ from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.module.kept_outside import nothing_kept_outside
 from shoal.native import pretending
-from shoal.pipeline import samples_to_fill, schedule_of
+from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.made_up import Values, addresses, as_if_real
 from shoal.planner.prepare import in_one_line
@@ -142,10 +142,7 @@ def assembled_for(
         module = whole.built.module
         stack.enter_context(nothing_kept_outside(module))
         check(plan, recipe, module, whole.groups.options)
-        fill_stages = partial(samples_to_fill, plan)
-        rows = choose_microbatch(
-            recipe.microbatch, recipe.global_batch, plan.sample_ranks, module, recipe.sync_bn, fill_stages
-        )
+        rows = choose_microbatch(recipe.microbatch, recipe.global_batch, plan, module, recipe.sync_bn)
         local = localize(
             whole, among, recipe.precision, seed=recipe.seed, rules=recipe.tensor_rules, sync_bn=recipe.sync_bn,
             dropout=recipe.dropout,

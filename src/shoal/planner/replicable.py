@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from shoal.errors import UserError
 from shoal.planner.degrees import PINS
+from shoal.planner.policies import all_run_again
 from shoal.planner.task import Task
 
 Answer = TypeVar("Answer")
@@ -15,12 +16,12 @@ Answer = TypeVar("Answer")
 
 def not_kept(task: Task, buffers: str) -> dict[str, str]:
     """Why replicas, or stages, cannot keep the model's buffers, by what they divide: of those that there could be, and
-    cannot. `buffers`: "exact" or "averaged", as for Engine. Stages can where blocks run again, or are graphs, which
+    cannot. `buffers`: "exact" or "averaged", as for Engine. Stages can where all blocks run again, or are graphs, which
     keep what they read."""
     if task.cluster.size == 1:
         return {}
     averaged = buffers != "exact"
-    kept = task.pins.get("recompute", "none") != "none" or bool(task.pins.get("compile"))
+    kept = all_run_again(task) or bool(task.pins.get("compile"))
     can = {"copies": averaged, "tokens": averaged, "stages": kept}
     return {what: why for what, why in task.profile.buffers.items() if why and not can[what]}
 

@@ -4,13 +4,17 @@ that the one which takes longest takes as little as can be, exactly."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 
+from shoal.assembly.compatibility import Exchange
 from shoal.data.cursor import share_starts
+from shoal.exchange.named import algorithm
+from shoal.plan import Plan
 from shoal.planner.costs import Prices
 from shoal.planner.degrees import Spread
 
@@ -53,21 +57,32 @@ def replicas_of(prices: Prices, spread: Spread) -> Replicas:
     return Replicas(tuple(kinds), tuple(places[tuple(row)] for row in own.tolist()))
 
 
+def count_alike(plan: Plan, make: Callable[[], torch.optim.Optimizer] | None) -> bool:
+    """Whether replicas count alike in the exchange of a plan that is taken, so that all have as many samples. `make`:
+    as of `check_exchange`."""
+    its = algorithm(plan.exchange)
+    if make is not None:
+        its.suits(make)
+    return Exchange(plan, its, "whole", None, False).weighs_alike
+
+
 def dealt(
     number: int,
     paces: Sequence[tuple[float, float]],
     replicas: Replicas,
     pinned: tuple[float, ...] = (),
     together: bool = False,
+    evenly: bool = False,
 ) -> Dealt:
     """Deals `number` microbatches to `replicas`. `paces`: of each kind the seconds of one more microbatch, and those
-    that come once. `pinned`: shares that are given; `together`: all run as many as the one with most."""
+    that come once. `pinned`: shares that are given; `together`: all run as many as the one with most; `evenly`: they
+    have as many whatever their devices."""
     kinds = replicas.kinds
     if len(paces) == 1 and not pinned:
         most = math.ceil(number / len(kinds))
         return Dealt(most, 0, most, ())
-    even = tuple(_numbers(number, pinned or (1,) * len(kinds)))
-    if together or pinned:
+    even = tuple(in_shares(number, pinned or (1,) * len(kinds)))
+    if together or pinned or evenly:
         most = max(even)
         slowest = max(
             range(len(kinds)), key=lambda place: _seconds(most if together else even[place], paces[kinds[place]])
@@ -84,7 +99,8 @@ def _seconds(number: int, pace: tuple[float, float]) -> float:
     return number * pace[0] + pace[1] if number else 0.0
 
 
-def _numbers(number: int, shares: tuple[float, ...]) -> list[int]:
+def in_shares(number: int, shares: tuple[float, ...]) -> list[int]:
+    """How many of `number` each replica has, where they are dealt in the ratio of `shares`."""
     return [end - start for start, end in pairwise(share_starts(number, shares))]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.model import Local
 from shoal.chunks import Gather
 from shoal.errors import UserError
 from shoal.module.batchnorm import has_batch_statistics
@@ -108,8 +109,13 @@ class AllStages:
             outside,
             tuple(stages),
             local.parallelized.layers,
-            Agrees(has_batch_statistics(local.module), local.parallelized.moves_biases),
+            agrees_of(local),
         )
+
+
+def agrees_of(local: Local) -> Agrees:
+    """What ranks that have `local` agree on at the end of a step."""
+    return Agrees(has_batch_statistics(local.module), local.parallelized.moves_biases)
 
 
 BLANK = 16

@@ -17,8 +17,8 @@ from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, seconds_of
 from shoal.planner.once import once
 from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
 from shoal.planner.policies import keeps_operations, policies_of
-from shoal.planner.replicas import Dealt, Replicas, dealt, replicas_of
-from shoal.planner.task import Choice, Offload, Task
+from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
+from shoal.planner.task import EXACT, Choice, Offload, Task
 from shoal.planner.temporaries import Lives
 
 
@@ -147,28 +147,37 @@ class Timed:
         """How many microbatches each replica has."""
         return self._in_lane(choice, lane, counts, self._meets(choice) if together is None else together)[1]
 
+    @once
+    def _evenly(self, spread: Spread, exchange: str) -> bool:
+        """Whether replicas have as many microbatches whatever their devices, since they count alike in the exchange."""
+        option = self.task.pins.get("exchange", exchange)
+        uneven = len(self.replicas(spread).speeds) > 1 and option != EXACT
+        return uneven and count_alike(spread.plan(exchange=option), self.task.optimizer)
+
     def _dealt(
-        self, choice: Choice, lane: Lane, counts: Sequence[Counts], together: bool
+        self, choice: Choice, lane: Lane, counts: Sequence[Counts], together: bool, evenly: bool
     ) -> tuple[Dealt, list[Pace], dict[int, tuple[float, dict[str, float]]]]:
         """The deal; the seconds of all stages on the replica that takes longest; what stages compute again."""
         again = {place: lane.again(place, own) for place, own in enumerate(counts)} if lane.recomputes(counts) else {}
         replicas: Replicas = self.replicas(choice.spread)
-        number = math.ceil(self.task.rows / choice.microbatch)
+        whole = self.task.whole  # then each replica has one
+        number = len(replicas.kinds) if whole else math.ceil(self.task.rows / choice.microbatch)
         halves = parted(choice.schedule, lane.ranks, math.ceil(number / len(replicas.kinds)), choice.chunks)
         timed = [seconds_of(lane, speeds, again, halves) for speeds in replicas.speeds]
         paces = [(slowest(stages, lane.ranks)[1], fill_of(choice, lane, stages)) for stages in timed]
         pinned = tuple(self.task.pins.get("shares", ()))
         if "shares" in self.task.pins and not pinned and len(paces) > 1:
             pinned = (1,) * choice.spread.copies
-        found = dealt(number, paces, replicas, pinned, together)
-        return found, timed[found.slowest], again
+        found = dealt(number, paces, replicas, () if whole or evenly else pinned, together or whole, evenly)
+        return replace(found, shares=pinned) if whole else found, timed[found.slowest], again
 
     def _in_lane(
         self, choice: Choice, lane: Lane, counts: list[Counts], together: bool
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for. Found once for all that differ in where their state lies."""
-        return self._timed(*timing(choice), lane, tuple(counts), together)
+        evenly = self._evenly(choice.spread, choice.exchange)
+        return self._timed(*timing(choice), lane, tuple(counts), together, evenly)
 
     @once
     def _timed(
@@ -180,9 +189,10 @@ class Timed:
         lane: Lane,
         counts: tuple[Counts, ...],
         together: bool,
+        evenly: bool,
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         choice = Choice(spread, rows, schedule=schedule, chunks=chunks)
-        deal, stages, again = self._dealt(choice, lane, counts, together)
+        deal, stages, again = self._dealt(choice, lane, counts, together, evenly)
         number, ranks = deal.number, lane.ranks
         slow, busy = slowest(stages, ranks)
         busy *= number

@@ -7,7 +7,7 @@ samples are dealt out so, and each share is cut by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,6 +20,7 @@ from shoal.data.cursor import share_starts
 from shoal.errors import ArgumentError
 from shoal.models.moe import Router
 from shoal.module.batchnorm import has_batch_statistics
+from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
 
 Run = tuple[Sequence[int], bool]
@@ -113,10 +114,8 @@ def largest_share(number: int, plan: Plan) -> int:
     return max(end - start for start, end in pairwise(starts))
 
 
-def choose_microbatch(
-    given: int | None, global_batch: int, whole: int, module: nn.Module, sync_bn: bool, part: Callable[[int], int] = int
-) -> int:
-    """Chooses the samples of a forward: as `given`, else `part` of a rank's `whole` share.
+def choose_microbatch(given: int | None, global_batch: int, plan: Plan, module: nn.Module, sync_bn: bool) -> int:
+    """Chooses the samples of a forward of `module`: as `given`, or a rank's share (see `usual_microbatch`).
 
     Raises UserError where that would change what the model computes.
     """
@@ -124,21 +123,27 @@ def choose_microbatch(
         raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     check_microbatch(given, global_batch)
     check_routing(given, module, sync_bn)
-    if sync_bn:
-        if given not in (None, whole):
-            raise ArgumentError(
-                "microbatch",
-                f" = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one "
-                f"microbatch",
-            )
-        return whole
-    if given is None and has_batch_statistics(module):
+    chosen = usual_microbatch(given, global_batch, plan, sync_bn)
+    if sync_bn and given not in (None, chosen):
+        raise ArgumentError(
+            "microbatch",
+            f" = {given} with sync_bn: statistics over the global batch need each rank's {chosen} samples in one "
+            f"microbatch",
+        )
+    if given is None and not sync_bn and has_batch_statistics(module):
         raise ArgumentError(
             "microbatch",
             " is not given, and the model has BatchNorm, whose result depends on which samples share one: give it, or "
             "switch on sync_bn for statistics over the global batch",
         )
-    return given or part(whole)
+    return chosen
+
+
+def usual_microbatch(given: int | None, global_batch: int, plan: Plan, sync_bn: bool) -> int:
+    """Returns the samples of a forward: as `given`, else a rank's share of the batch, of which stages run several; with
+    `sync_bn` all of it, whatever the stages."""
+    share = largest_share(global_batch, plan)
+    return share if sync_bn else given or samples_to_fill(plan, share)
 
 
 def check_microbatch(given: int | None, global_batch: int) -> None:
