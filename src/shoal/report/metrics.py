@@ -23,7 +23,7 @@ from .changes import (
     TriedRecord,
     WarningRecord,
 )
-from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
+from .jsonl import GENERATION, as_float, encode_lines, newest_step, open_for_append, read_lines
 from .rounds import RoundRecord
 
 COUNTS = 512
@@ -130,7 +130,7 @@ KINDS: dict[str, type[Record]] = {
     "plan": PlanRecord,
     "tried": TriedRecord,
     "terms": TermsRecord,
-    "membership": MembershipRecord,
+    GENERATION: MembershipRecord,
     "round": RoundRecord,
     "server": ServerRecord,
     "warning": WarningRecord,
