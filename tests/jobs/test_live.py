@@ -1,14 +1,19 @@
-"""What ranks that cannot go on from memory say of the step at which they begin again."""
+"""What ranks know and say from one generation to the next."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.errors import CheckpointError
 from shoal.jobs import live
+from shoal.jobs.record import Recorder
+from shoal.training.result import StepResult
+from tests.report.synthetic import step_record
 
 pytestmark = pytest.mark.fast
 
@@ -34,3 +39,19 @@ def test_a_checkpoint_is_named_only_where_there_is_one(step: int, said: str, mon
     place: Any = SimpleNamespace(live=True)
     found: Any = own._begin(place, SimpleNamespace())  # type: ignore[arg-type]
     assert found[0] == step and said in found[1]
+
+
+def test_a_record_that_the_first_rank_had_no_time_to_write_is_known_to_the_next_generation(tmp_path: Path) -> None:
+    """Two generations may end right after one another: the step that was committed before the first of these ends is in
+    no loop of a rank."""
+    made = StepResult(6, 0, (0.1,), 0.0, torch.tensor([3.0, 2.0], dtype=torch.float64), torch.tensor(1.0))
+    before, after = (
+        Recorder(tmp_path, [], active=False, device=torch.device("cpu"), total=None, flops_per_sample=None)
+        for _ in range(2)
+    )
+    before.step(made, 2)
+    assert before.late(StepResult(7, 0, (0.1,), 0.0, made._totals, made._norm), 2).step == 8
+    assert {each.step for each in before.recent()} == {7, 8}, "where the next generation ends before it has begun"
+    after.missing([step_record(7), step_record(8)])
+    after.step(StepResult(8, 0, (0.1,), 0.0, made._totals, made._norm), 2)
+    assert {each.step for each in after.recent()} == {7, 8, 9}, "where it ends before its first rank has written them"
