@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fast
 )
 def test_a_checkpoint_is_named_only_where_there_is_one(step: int, said: str, monkeypatch: Any) -> None:
     def too_little(*_: Any) -> None:
-        raise CheckpointError("a part is gone")
+        raise CheckpointError("what ranks hold is not enough. Make an engine") from CheckpointError("a part is gone")
 
     engine = SimpleNamespace(step_index=step, close=lambda: None)
     begun = SimpleNamespace(engine=engine, attempt=lambda cost, record, **_: record)
@@ -38,7 +38,7 @@ def test_a_checkpoint_is_named_only_where_there_is_one(step: int, said: str, mon
     )
     place: Any = SimpleNamespace(live=True)
     found: Any = own._begin(place, SimpleNamespace())  # type: ignore[arg-type]
-    assert found[0] == step and said in found[1]
+    assert found == (step, f"the ranks {said}: a part is gone")
 
 
 def test_a_record_that_the_first_rank_had_no_time_to_write_is_known_to_the_next_generation(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class LiveRank:
                 if (attempt := self._go_on(place, world, settled)) is not None:
                     return attempt
             except CheckpointError as error:
-                why = str(error)
+                why = str(error.__cause__ or error)  # without what a program of the user's would do now
         self._let_go()
         begun = begin(settled, world)
         self._engine = begun.engine
