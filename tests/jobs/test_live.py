@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import CheckpointError
+from shoal.elastic.events import END, HALT, NOW
+from shoal.errors import CheckpointError, UserError
 from shoal.jobs import live
 from shoal.jobs.record import Recorder
+from shoal.jobs.stop import Halted
 from shoal.training.result import StepResult
 from tests.report.synthetic import step_record
 
@@ -34,9 +36,9 @@ def test_a_checkpoint_is_named_only_where_there_is_one(step: int, said: str, mon
     monkeypatch.setattr(live, "record_of", lambda place, step, *why: (step, *why))
     own = live.LiveRank.__new__(live.LiveRank)
     vars(own).update(
-        _engine=None, _attempt=None, _cost=None, _opened=None, _path="", _assignments=[], _go_on=too_little
+        _engine=None, _attempt=None, _cost=None, _opened=None, _path="", _assignments=[], _go_on=too_little, _waited=[]
     )
-    place: Any = SimpleNamespace(live=True)
+    place: Any = SimpleNamespace(live=True, step=6)
     found: Any = own._begin(place, SimpleNamespace())  # type: ignore[arg-type]
     assert found == (step, f"the ranks {said}: a part is gone")
 
@@ -55,3 +57,36 @@ def test_a_record_that_the_first_rank_had_no_time_to_write_is_known_to_the_next_
     after.missing([step_record(7), step_record(8)])
     after.step(StepResult(8, 0, (0.1,), 0.0, made._totals, made._norm), 2)
     assert {each.step for each in after.recent()} == {7, 8, 9}, "where it ends before its first rank has written them"
+
+
+@pytest.mark.parametrize(("told", "waits"), [(HALT, True), (NOW, True), (END, False), ("", False)])
+def test_ranks_that_cannot_go_on_wait_for_others(told: str, waits: bool, monkeypatch: Any) -> None:
+    """As where a budget of memory does not do for fewer: who was killed has a new process in half a second."""
+    monkeypatch.setattr(live, "PATIENCE", 0.01)
+    own, refusal = live.LiveRank.__new__(live.LiveRank), UserError("no plan fits")
+    control = SimpleNamespace(leave_by=lambda hurry: hurry(told) if told else None)
+    attempt: Any = SimpleNamespace()
+    begun = iter([refusal, attempt])
+
+    def begins(*_: Any) -> Any:
+        if isinstance(found := next(begun), UserError):
+            raise found
+        return found
+
+    vars(own).update(_control=control, _waited=[], _begun=begins)
+    with pytest.raises(Halted if waits else UserError) as error:
+        own._begin(SimpleNamespace(step=6, size=1, events=["a rank was killed"]), SimpleNamespace())  # type: ignore[arg-type]
+    assert error.value is refusal or error.value.how == told
+    assert own._waited == ["a rank was killed", "1 rank(s) could not go on, and waited for others: no plan fits"]
+    assert own._begin(SimpleNamespace(step=6, size=2), SimpleNamespace()) is attempt and not own._waited  # type: ignore[arg-type]
+
+
+def test_what_no_generation_could_train_with_is_refused_at_once() -> None:
+    own = live.LiveRank.__new__(live.LiveRank)
+
+    def refused(*_: Any) -> Any:
+        raise UserError("no such model")
+
+    vars(own).update(_begun=refused)
+    with pytest.raises(UserError, match="no such model"):
+        own._begin(SimpleNamespace(step=-1), SimpleNamespace())  # type: ignore[arg-type]
