@@ -21,26 +21,34 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
-    [(6, "went on from the newest checkpoint"), (0, "began anew, as no step is saved")],
+    ("step", "said", "evaluated", "late"),
+    [
+        (6, "went on from the newest checkpoint", 4, 4),
+        (6, "went on from the newest checkpoint", 6, None),
+        (0, "began anew, as no step is saved", 0, None),
+    ],
 )
-def test_a_checkpoint_is_named_only_where_there_is_one(step: int, said: str, monkeypatch: Any) -> None:
+def test_a_checkpoint_is_named_only_where_there_is_one(
+    step: int, said: str, evaluated: int, late: int | None, monkeypatch: Any
+) -> None:
     def too_little(*_: Any) -> None:
         raise CheckpointError("what ranks hold is not enough. Make an engine") from CheckpointError("a part is gone")
 
     engine = SimpleNamespace(step_index=step, close=lambda: None)
-    begun = SimpleNamespace(engine=engine, attempt=lambda cost, record, **_: record)
+    begun = SimpleNamespace(engine=engine, attempt=lambda cost, record, evaluated, **_: (record, evaluated))
     for name in ("placed", "at_size", "planned"):
         monkeypatch.setattr(live, name, lambda *_, **__: None)
     monkeypatch.setattr(live, "begin", lambda *_: begun)
     monkeypatch.setattr(live, "record_of", lambda place, step, *why: (step, *why))
+    monkeypatch.setattr(live, "_on_disk", lambda _: [step, 9, evaluated])
     own = live.LiveRank.__new__(live.LiveRank)
-    vars(own).update(
-        _engine=None, _attempt=None, _cost=None, _opened=None, _path="", _assignments=[], _go_on=too_little, _waited=[]
-    )
+    opened = SimpleNamespace(job=SimpleNamespace(run=SimpleNamespace(dir="")), data=SimpleNamespace(validation=[1]))
+    vars(own).update(_engine=None, _attempt=None, _cost=None, _opened=opened, _path="", _assignments=[], _waited=[])
+    own._go_on = too_little  # type: ignore[method-assign, assignment]
     place: Any = SimpleNamespace(live=True, step=6)
-    found: Any = own._begin(place, SimpleNamespace())  # type: ignore[arg-type]
-    assert found == (step, f"the ranks {said}: a part is gone")
+    world: Any = SimpleNamespace(rank=0, everyone=SimpleNamespace(broadcast_object=lambda said: said))
+    found: Any = own._begin(place, world)
+    assert found == ((step, f"the ranks {said}: a part is gone"), late)
 
 
 def test_a_record_that_the_first_rank_had_no_time_to_write_is_known_to_the_next_generation(tmp_path: Path) -> None:

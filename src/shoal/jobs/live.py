@@ -208,8 +208,11 @@ class LiveRank:
             how = "went on from the newest checkpoint" if begun.engine.step_index else "began anew, as no step is saved"
             why = f"the ranks {how}: {why}"
             log.warning(why)
-        record = record_of(place, begun.engine.step_index, *self._waited, *filter(None, [why]))
-        return begun.attempt(self._cost, record, has_lost=self._has_lost)
+        step, run_dir = begun.engine.step_index, Path(self._opened.job.run.dir)
+        evaluated = world.everyone.broadcast_object(_on_disk(run_dir)[2] if world.rank == 0 else None)
+        record = record_of(place, step, *self._waited, *filter(None, [why]))
+        late = self._opened.data.validation is not None and evaluated < step  # one had saved, and was to evaluate
+        return begun.attempt(self._cost, record, evaluated=evaluated if late else None, has_lost=self._has_lost)
 
     def _go_on(self, place: Place, world: World, settled: Settled) -> Attempt | None:
         """Returns the attempt that goes on from memory; None where the newest checkpoint is newer. A collective call;
