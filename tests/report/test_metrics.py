@@ -154,6 +154,18 @@ def test_steps_that_a_later_generation_has_gone_back_from_are_not_recorded(tmp_p
     assert last_recorded(path) == (13, 10)
 
 
+def test_curves_have_no_mark_of_a_generation_that_a_later_one_has_gone_back_from(tmp_path: Path) -> None:
+    def world(generation: int, step: int, ranks: int) -> MembershipRecord:
+        return MembershipRecord(step=step, generation=generation, nodes=1, world=ranks, why="", lost=0, events=[])
+
+    records = write(
+        tmp_path / "metrics.jsonl",
+        *(run_record(), world(1, 0, 2), *map(step, range(1, 8))),
+        *(run_record(), world(2, 7, 3), step(8), run_record(), world(3, 5, 2), *map(step, range(6, 10))),
+    )
+    assert records.marks == {5: "2 ranks"} and len(records.memberships) == 3
+
+
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2), step(3))
