@@ -22,7 +22,7 @@ MOST_RANKS, MOST_RANKS_OF_A_HOST = 1 << 20, 4096
 Option = str | Mapping[str, Any]
 """A name, or a table {name = ..., parameter = ...}."""
 
-AUTO = "auto"
+AUTO, NONE = "auto", "none"  # NONE ends a field that is None by default
 
 UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}
 UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
@@ -198,12 +198,12 @@ class Plan:
         """Returns this plan with the fields of `change`, where "none" ends a field that is None by default (`memory`).
 
         Without dp among them, that is what the other degrees leave of the ranks. Stages that are numbers or names of
-        parts are cut anew where `pp` or the schedule changes, and shares are even where dp changes. Raises UserError
-        for an unknown field.
+        parts are cut anew where `pp` or the schedule changes, and shares are even where their number is not dp. Raises
+        UserError for an unknown field.
         """
         self._known(change)
         default = Plan()
-        ended = {key: None for key, value in change.items() if value == "none" and getattr(default, key) is None}
+        ended = {key: None for key, value in change.items() if value == NONE and getattr(default, key) is None}
         given = {"dp": 1, **change, **ended}
         if given.get("zero") == 0:
             given.setdefault("shard", None)
@@ -213,7 +213,7 @@ class Plan:
         if "dp" not in change:
             others = replace(self, **(given | {"ep": 1, "shard": None, "shares": ()}))
             given["dp"] = max(1, ranks // others.size)
-        if given["dp"] != self.dp:
+        if given["dp"] != len(self.shares):
             given.setdefault("shares", ())
         return replace(self, **given)
 

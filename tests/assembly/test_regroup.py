@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal import Plan
 from shoal.assembly import replan
+from shoal.assembly.rebuild import Rebuild
 from shoal.checkpoint.buddy import ring as to_buddies
 from shoal.checkpoint.buddy.ring import Ring
 from shoal.comm.world import Seat, World
@@ -43,6 +44,7 @@ WHERE = {  # what a rank comes to in the step that fails, and whether it goes be
     "after the ballot": (Ballot, "cast", True),
     "in its update": (ChunkOptimizer, "apply", True),
     "after its update": (Commit, "apply", True),
+    "once it is counted": (Rebuild, "after_step", False),
     "while it goes on": (replan, "session", False),
     "on its way to a buddy": (Ring, "carry", False),
     "as it writes for its buddy": (to_buddies, "write", True),
@@ -179,6 +181,7 @@ _ROWS = [
     Row("all others have updated", {"dp": 3}, {"dp": 2}, {2: "after the ballot"}),
     Row("updates its own", {"dp": 3}, {"dp": 2, "zero": 3}, {1: "after its update"}, precision="bf16"),
     Row("one is behind", {"dp": 3}, {"dp": 2}, {1: "after its update"}, fails={2: "after the ballot"}),
+    Row("all have counted it", {"dp": 2}, {"dp": 1}, {1: "once it is counted"}, fails={0: "once it is counted"}),
     Row("one is in its update", {"dp": 3}, {"dp": 2}, {1: "after its update"}, fails={0: "in its update"}),
     Row("parts of layers", {"dp": 2, "tp": 2}, {"dp": 3}, {3: "before the ballot"}),
     Row("parts afterwards", {"dp": 3}, {"tp": 2}, {1: "before the ballot"}, case="llama"),
@@ -205,8 +208,8 @@ _ROWS = [
 ROWS = {row.name: row for row in _ROWS}
 
 
-SUITE = ["its backward", "one is behind", "one is in its update", "parts of layers", "stages", "copies of shards"]
-SUITE += ["another joins", "a second one later", "statistics", "a part is gone", "residuals"]
+SUITE = ["its backward", "all have counted it", "one is behind", "one is in its update", "parts of layers", "stages"]
+SUITE += ["copies of shards", "another joins", "a second one later", "statistics", "a part is gone", "residuals"]
 
 
 def shown(names: Iterable[str]) -> list[Any]:

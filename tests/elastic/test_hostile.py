@@ -208,6 +208,21 @@ async def test_a_coordinator_that_talks_nonsense_is_hung_up_on_and_its_member_en
     await door.close()
 
 
+@pytest.mark.fast
+@in_a_loop
+async def test_who_comes_at_the_moment_in_which_a_node_ends_is_refused_and_nothing_else() -> None:
+    """The loop had seen the connection, and printed two tracebacks of a socket that was closed."""
+    loop, failed = asyncio.get_running_loop(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, about: failed.append(about))
+    door = Door("127.0.0.1", 0, KEY, lambda *_: pytest.fail("welcome"), print)
+    await asyncio.sleep(0)  # it listens
+    with socket.create_connection((door.host, door.port)):
+        await asyncio.sleep(0)  # the loop has seen it
+        await door.close()
+        await asyncio.sleep(0)
+    assert failed == []
+
+
 def addresses(process: psutil.Process) -> set[str]:
     """Where a process, and all that it has started, listens."""
     found = set()

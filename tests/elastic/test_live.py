@@ -179,6 +179,7 @@ ROWS = {
     "its shard is gone": Row(kill(2), ("plan.zero=1", "run.save_every=25"), lost=True),
     "its shard is with its buddy": Row(kill(2), ("plan.zero=3", "plan.buddy=2")),
     "votes, and a buddy": Row(kill(1), ("plan.pp=2", "plan.buddy='auto'", "run.verify_every=5")),
+    "others cannot go on": Row(kill(2), ("plan.exchange={name='hierarchical', ranks_per_host=2}",)),
     "all at once": Row(kill(0, 1, 2, 3), ("run.save_every=25",), lost=True, survivors=0),
 }
 

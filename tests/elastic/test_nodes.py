@@ -114,8 +114,30 @@ def test_the_nearest_degrees_are_said():
     at = replace(job, run=replace(job.run, at=[{"step": 1, "plan": {"tp": 1}}]))
     with pytest.raises(UserError, match=r"run.at with --nodes"):
         fitted(at, 2)
-    with pytest.raises(UserError, match=r"leave out plan.stages"):
-        fitted(replace(job, plan=Plan(pp=2, stages=[1, 1])), 3)
+
+
+@pytest.mark.fast
+def test_what_so_many_ranks_cannot_have_is_left_out_and_said():
+    """Else who joins, or is killed, ends the job: the planner was asked for experts on ranks that ep does not fit."""
+
+    def said(size: int, change: dict[str, Any] | None = None, **plan: Any) -> tuple[list[str], str]:
+        return fitted(parse_job({"model": {"name": "gpt"}, "train": {"steps": 1}, "plan": plan})[0], size, change)
+
+    for given in ({"ep": 2}, {"shard": 2}, {"shares": [3, 1]}):
+        assert said(2, name="auto", **given) == said(4, name="auto", **given) == ([], "")
+    assert said(3, name="auto", ep=2) == (
+        [ASKED, "plan.ep=1"],
+        "3 ranks cannot have plan.ep=2, so this generation has plan.ep=1",
+    )
+    assert said(3, name="auto", shard=2)[0] == [ASKED, "plan.shard=1"]
+    assert said(3, name="auto", shares=[3, 1])[0] == [ASKED, "plan.shares=[]"]
+    assert said(2, shares=[3, 1]) == (["plan.dp=2"], "")
+    assert said(3, shares=[3, 1])[1] == "3 ranks cannot have plan.shares=[3, 1], so this generation has plan.shares=[]"
+    args, why = said(3, pp=2, stages=[1, 1])
+    assert args == ["plan.dp=3", "plan.pp=1", "plan.stages=none"] and why.endswith("plan.pp=1, plan.stages=none")
+    stages = {"model": {"name": "gpt"}, "train": {"steps": 1}, "plan": {"pp": 2, "stages": [1, 1]}}
+    assert parse_job(stages, args)[0].plan == Plan(dp=3)
+    assert said(3, {"zero": 3, "shard": 2})[0] == ["plan.dp=3", "plan.shard=1", "plan.zero=3"]
 
 
 @pytest.mark.fast
@@ -157,7 +179,11 @@ def test_a_plan_that_was_changed_while_it_trained_is_that_of_later_generations_t
     assert arrange(arguments, 3)[1] == "3 ranks are no multiple of 2, so this generation has plan.tp=1"
     keep(folder, {"memory": "none"})
     args, said = arrange([*arguments, 'plan.memory={device = "1GiB"}'], 4)
-    assert args == ["plan.dp=2"] and said.startswith("the plan is that of the job file again: plan.memory of the job")
+    given = ['plan.memory={device = "1GiB"}', *args]
+    assert load_job(tmp_path / "job.toml", given)[0].plan.memory is None and said == ""
+    keep(folder, {"no such": 1})
+    args, said = arrange(arguments, 4)
+    assert args == ["plan.dp=2"] and said.startswith("the plan is that of the job file again: plan has no field")
     forget(folder)
     assert kept(folder) == {} and arrange(arguments, 4) == (["plan.dp=2"], "")
 

@@ -111,6 +111,9 @@ def test_a_plan_under_which_the_run_ends_twice_is_passed_over(tmp_path):
     assert found.next == 0 and found.begun(0).paused().candidates[0].deaths == 1
     found = found.begun(0).after_a_death()
     assert found.next is None and found.plan == Plan(dp=2, zero=1) and "ended 2 times" in str(found.candidates[0])
+    assert found.why == "the fastest of those that were tried" and found.begun(2).with_result(2, None, "no").why == (
+        "predicted to be the fastest; all that were to be tried were passed over"
+    )
     write(tmp_path, found)
     assert read(tmp_path) == found
     (tmp_path / FILE).write_text("{")
@@ -190,6 +193,7 @@ def test_what_another_machine_has_measured_does_not_count_here(make_job, tmp_pat
     resolved = replace(settled.job, auto=Auto())
     for job in (None, resolved):
         assert (here := known(job)) is not None and here.candidates[0].seconds == 0.2
+    assert known(replace(resolved, auto=Auto(open=True))) is None, "a job that asks for none, or whose plan was changed"
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(automatic, "processor_name", lambda: "another processor")
         there = known()

@@ -14,6 +14,7 @@ from shoal.report.metrics import (
     CheckpointRecord,
     EndRecord,
     EvalRecord,
+    MembershipRecord,
     MetricsLog,
     Record,
     RunRecords,
@@ -138,6 +139,31 @@ def test_the_newest_steps_are_those_at_the_end_in_any_order(tmp_path: Path) -> N
     MetricsLog(path).close()  # which cuts the unfinished line off
     assert path.read_bytes().endswith(b"}\n") and last_recorded(path) == (199, 100)
     assert last_recorded(tmp_path / "none") == (0, -1)
+
+
+def test_steps_that_a_later_generation_has_gone_back_from_are_not_recorded(tmp_path: Path) -> None:
+    """Else a step that a rank had made again and not recorded, before it was killed, was nobody's to record."""
+    path = tmp_path / "metrics.jsonl"
+    again = MembershipRecord(step=10, generation=2, nodes=1, world=1, why="", lost=10, events=[])
+    evals = [EvalRecord(step=number, loss=2.0, tokens=1) for number in (10, 20)]
+    records = [run_record(), *map(step, range(1, 21)), *evals, run_record(), again]
+    write(path, *records)
+    assert last_recorded(path) == (10, 10)
+    onward = replace(again, step=12, generation=3, lost=0)
+    write(path, step(11), run_record(), step(12), onward, step(13))
+    assert last_recorded(path) == (13, 10)
+
+
+def test_curves_have_no_mark_of_a_generation_that_a_later_one_has_gone_back_from(tmp_path: Path) -> None:
+    def world(generation: int, step: int, ranks: int) -> MembershipRecord:
+        return MembershipRecord(step=step, generation=generation, nodes=1, world=ranks, why="", lost=0, events=[])
+
+    records = write(
+        tmp_path / "metrics.jsonl",
+        *(run_record(), world(1, 0, 2), *map(step, range(1, 8))),
+        *(run_record(), world(2, 7, 3), step(8), run_record(), world(3, 5, 2), *map(step, range(6, 10))),
+    )
+    assert records.marks == {5: "2 ranks"} and len(records.memberships) == 3
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -55,6 +55,27 @@ def test_a_resumed_run_replaces_the_steps_that_it_records_again(tmp_path: Path) 
     assert found == [(0, 1, 1), (0, 2, 10), (1, 1, 1), (1, 2, 10)]
 
 
+def test_ranks_that_are_gone_where_a_run_is_resumed_are_not_drawn_beside_the_others(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "timeline.jsonl")
+    log.write(span("compute", step, step + 0.5, step=step, rank=rank) for rank in (0, 1, 2) for step in (1, 2, 3))
+    log.write(span("compute", 10 + step, 11 + step, step=step, rank=rank) for rank in (0, 1) for step in (2, 3))
+    log.close()
+    found = {(each.rank, each.step, each.start) for each in read_timeline(tmp_path / "timeline.jsonl")}
+    assert found == {(0, 1, 1), (1, 1, 1), (2, 1, 1), *((rank, step, 10 + step) for rank in (0, 1) for step in (2, 3))}
+
+
+def test_what_a_rank_recorded_under_the_number_of_another_takes_nothing_from_that_one(tmp_path: Path) -> None:
+    """Who was rank 0 of two generations that ended by failures, and is rank 1 in the third, writes after its rank 0."""
+    log = JsonLog(tmp_path / "timeline.jsonl")
+    log.write([span("compute", 20, 21, step=20, rank=0)])
+    log.write([span("compute", step, step + 1, step=step, rank=0) for step in (3, 9)])
+    log.write([span("compute", 20, 21, step=20, rank=1)])
+    log.close()
+    assert {(each.rank, each.step) for each in read_timeline(tmp_path / "timeline.jsonl")} == {
+        (0, 3), (0, 9), (0, 20), (1, 20),
+    }  # fmt: skip
+
+
 def test_overlap_by_hand() -> None:
     """Rank 0: compute [0, 4] and [4, 6], comm [3, 5] and [5, 8]: 5 s of comm, of which [6, 8] is exposed.
     Rank 1: compute [0, 2] twice (two streams), comm [1, 2]: nothing is exposed.

@@ -91,7 +91,8 @@ class Running(Changing):
 
     def _stepped(self) -> None:
         self.step_index += 1
-        self._rebuild.after_step(self._session.place)
+        self._rebuild.after_step(self._session.place)  # where ranks may meet, and lose each other
+        self._trainer.runner.reported()
 
     def settle(self) -> None:
         """Ends what the exchange does in the background, until the next step.
@@ -183,14 +184,9 @@ class Running(Changing):
             return evaluate(forward, runner.dealing, data, local.ranks.replicas, runner.accumulate, also, progress)
 
     def generate(
-        self,
-        ids: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
+        self, ids: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
         seed: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Token ids [B, T], the same on every rank, continued to [B, T + max_new_tokens] by a model that predicts the
         next token (see `models.generate`); under any plan, all ranks call it alike and get the same. `seed`: of the
         draws, by default the engine's."""

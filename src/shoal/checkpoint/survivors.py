@@ -90,7 +90,7 @@ def what_is_left(
     held = pieces(state.module, state.chunks, state.optimizer, role)
     user.give_up(step)
     began = user.committed_at == step
-    return Left(step, "", as_json(extra), held, user.pieces(step), began, made if ahead else None, *me)
+    return Left(step, "", as_json(extra), held, user.pieces(step), began, made, *me)
 
 
 @contextmanager

@@ -44,6 +44,8 @@ class Door:
 
     async def close(self) -> None:
         """Listens no more, so that connections are refused, and ends those that there are."""
+        if (end := self._server.fileno()) >= 0:  # else it is closed
+            asyncio.get_running_loop().remove_reader(end)  # it may have seen somebody come, and accepts nobody now
         self._server.close()
         tasks = [self._accepting, *self._tasks]
         for task in tasks:

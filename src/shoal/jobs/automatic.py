@@ -42,8 +42,7 @@ def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
     plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. A collective call;
     raises UserError, on all ranks alike, where nothing is legal or fits."""
     if (known := _under_trial(settled, world)) is not None:
-        said = "the fastest of those that were tried" if known.next is None else "it is tried"
-        return replace(under(settled, known.plan, known.microbatch), trials=known, why=said)
+        return replace(under(settled, known.plan, known.microbatch), trials=known, why=known.why)
     if not settled.job.auto.wanted:
         if pinned(settled.job, settled.origins) or settled.job.run.at:
             return settled
@@ -104,7 +103,7 @@ def _under_trial(settled: Settled, world: World) -> Trials | None:
     """The trials of a run that goes on: of the job that asks for them, or of its resolved.toml while they last. A
     collective call."""
     job, found = settled.job, None
-    if world.rank == 0 and job.run.resume == "auto":
+    if world.rank == 0 and job.run.resume == "auto" and not job.auto.open:
         asks = job.auto.wanted and job.auto.measure > 1
         key = key_of(job, settled.origins, pinned(job, settled.origins), world.size) if asks else None
         kept = read(Path(job.run.dir), key, _machine(world))

@@ -15,17 +15,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
 
 from shoal.assembly.replan import without_collections
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.comm.address import host_port
 from shoal.elastic.control import CALLED, WAITS, Control, Left, Place, Warm, call_this
-from shoal.elastic.events import NOW
+from shoal.elastic.events import END, NOW
 from shoal.elastic.worker import STDOUT
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalError
+from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalError, UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import Attempt, Outcome, Speed
@@ -52,6 +53,9 @@ log = logging.getLogger(__name__)
 _SOON = 1.0
 """Seconds in which a rank whose save failed hears that another one is gone, if that was why."""
 
+PATIENCE = 300.0
+"""Seconds in which others are to come, or to leave, where so many ranks cannot go on."""
+
 _MOST = 2000
 """Characters of an error that a supervisor is told."""
 
@@ -68,6 +72,7 @@ class LiveRank:
         self._engine: Engine | None = None
         self._attempt: Attempt | None = None  # the last one
         self._recorded: Kept = [], []  # of timelines that were cut short
+        self._waited = list[str]()  # what has happened since the last generation that could go on
         self._output = [os.dup(1), os.dup(2)]
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -163,7 +168,30 @@ class LiveRank:
         return has_lost_peer(error) or self._control.leaves_now(seconds)
 
     def _begin(self, place: Place, world: World) -> Attempt:
-        """Returns the attempt of this generation: from what ranks have in memory, else from the newest checkpoint."""
+        """Returns the attempt of this generation. Raises Halted where so many ranks cannot go on and the membership has
+        changed since; where it does not, or no generation has trained, the UserError that says why."""
+        try:
+            attempt = self._begun(place, world)
+        except UserError as error:
+            if place.step <= 0:
+                raise
+            self._wait_for_others(place, error)
+        self._waited = []
+        return attempt
+
+    def _wait_for_others(self, place: Place, error: UserError) -> NoReturn:
+        """Waits for a generation of more ranks, or of fewer, with what this rank has in memory."""
+        self._waited += [*place.events, f"{place.size} rank(s) could not go on, and waited for others: {error}"]
+        log.warning("%d rank(s) cannot go on, and wait for others, %d s at most: %s", place.size, PATIENCE, error)
+        told = SimpleQueue[str]()
+        self._control.leave_by(told.put)
+        with suppress(Empty):
+            if (how := told.get(timeout=PATIENCE)) != END:
+                raise Halted(how) from error
+        raise error
+
+    def _begun(self, place: Place, world: World) -> Attempt:
+        """Returns the attempt: from what ranks have in memory, else from the newest checkpoint."""
         settled = placed(self._opened, self._path, self._assignments, place)
         settled = planned(at_size(settled, world), world, runs=False)  # others stand still meanwhile
         why = ""
@@ -172,7 +200,7 @@ class LiveRank:
                 if (attempt := self._go_on(place, world, settled)) is not None:
                     return attempt
             except CheckpointError as error:
-                why = str(error)
+                why = str(error.__cause__ or error)  # without what a program of the user's would do now
         self._let_go()
         begun = begin(settled, world)
         self._engine = begun.engine
@@ -180,8 +208,11 @@ class LiveRank:
             how = "went on from the newest checkpoint" if begun.engine.step_index else "began anew, as no step is saved"
             why = f"the ranks {how}: {why}"
             log.warning(why)
-        record = record_of(place, begun.engine.step_index, *filter(None, [why]))
-        return begun.attempt(self._cost, record, has_lost=self._has_lost)
+        step, run_dir = begun.engine.step_index, Path(self._opened.job.run.dir)
+        evaluated = world.everyone.broadcast_object(_on_disk(run_dir)[2] if world.rank == 0 else None)
+        record = record_of(place, step, *self._waited, *filter(None, [why]))
+        late = self._opened.data.validation is not None and evaluated < step  # one had saved, and was to evaluate
+        return begun.attempt(self._cost, record, evaluated=evaluated if late else None, has_lost=self._has_lost)
 
     def _go_on(self, place: Place, world: World, settled: Settled) -> Attempt | None:
         """Returns the attempt that goes on from memory; None where the newest checkpoint is newer. A collective call;
@@ -211,7 +242,7 @@ class LiveRank:
         )
         recorder = attempt.recorder
         recorder.missing(_missing(recent, recorded, engine.step_index))
-        recorder.membership(record_of(place, engine.step_index))
+        recorder.membership(record_of(place, engine.step_index, *self._waited))
         if settled.why:
             recorder.note(plan_line(settled))
         if world.rank == 0:

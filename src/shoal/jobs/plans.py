@@ -13,7 +13,7 @@ from typing import Any
 from shoal.errors import UserError
 from shoal.jobs.config import Job
 from shoal.mesh import Mesh
-from shoal.plan import Plan
+from shoal.plan import NONE, Plan
 from shoal.report.replace import replace_text
 
 KEPT = "replanned.json"
@@ -56,7 +56,7 @@ def check_plans(job: Job, ranks: int) -> None:
 def whole(plan: Plan) -> dict[str, Any]:
     """Returns the change that leads to `plan` from any other one, but for shares, which follow the ranks."""
     values = {each.name: getattr(plan, each.name) for each in fields(plan) if each.name != "shares"}
-    return {name: "none" if value is None else value for name, value in values.items()}
+    return {name: NONE if value is None else value for name, value in values.items()}
 
 
 def keep(run_dir: Path, change: Mapping[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from shoal.device import accelerators
@@ -13,7 +13,7 @@ from shoal.jobs.config import Job, Origins, put
 from shoal.jobs.plans import ROWS, check_plans
 from shoal.launch.process import usable_cores
 from shoal.mesh import Mesh
-from shoal.plan import AUTO, Plan
+from shoal.plan import AUTO, NONE, Plan
 from shoal.toml import toml_value
 
 ASKED = f"plan.name={AUTO}"
@@ -39,27 +39,54 @@ def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tupl
     if job.run.at:
         raise UserError("run.at with --nodes: a world that changes by itself has no plan by step. Leave out run.at")
     asks = (job.auto.wanted or job.auto.open) and not change  # the ranks of each generation find their plan
-    if asks and size % job.plan.size == 0:
-        return [], ""
     rows = (change or {}).get(ROWS)
     change = {key: value for key, value in (change or {}).items() if key not in ("dp", ROWS)}
-    asked = job.plan.changed(change, size) if change else job.plan
+    given = job.plan
+    if asks and given.shard and not given.zero:
+        given = replace(given, zero=3)  # which the planner chooses
+    asked = _changed(given, change, size) if change else given
     plan = asked.fitted(size)
-    others = {name: getattr(plan, name) for name in _differing(plan, job.plan)}
-    if "stages" in others and others["stages"] is None:
-        raise UserError(
-            f"{size} ranks need a pipeline of other stages than plan.stages = {job.plan.stages}: leave out plan.stages"
-        )
-    if ended := [name for name, value in others.items() if value is None]:
-        raise UserError(f"plan.{ended[0]} of the job file cannot be taken away for later generations")
+    others = _differing(plan, given)
+    if asks and _leaves_room(given, size, others):
+        return [], ""
     names = _differing(plan, asked)
-    written = [f"plan.{name}={getattr(plan, name)}" for name in names]
-    each = asked.size // asked.dp
-    said = f"{size} ranks are no multiple of {each}, so this generation has {', '.join(written)}" if written else ""
-    args = [f"plan.{name}={toml_value(value)}" for name, value in others.items()]
+    args = [f"plan.{name}={_written(plan, name)}" for name in others]
+    said = _said(asked, plan, size, names) if names else ""
     if asks:
         return [ASKED, *([] if job.plan.dp == 1 else [f"plan.dp={plan.dp}"]), *args], said
     return [f"plan.dp={plan.dp}", *args, *([] if rows is None else [f"train.microbatch={rows}"])], said
+
+
+def _changed(plan: Plan, change: Mapping[str, Any], size: int) -> Plan:
+    """Returns a plan with the fields of `change` for so many ranks, or for fewer replicas than these leave where it
+    could not have so many of them."""
+    for dp in ({}, *({"dp": each} for each in range(1, size + 1))):
+        with suppress(UserError):
+            return plan.changed({**dp, **change}, size)
+    return plan.changed(change, size)
+
+
+def _leaves_room(plan: Plan, size: int, others: Sequence[str]) -> bool:
+    """Whether what is given of a plan goes with so many ranks, and the planner finds the rest. `others`: what would
+    change of it beside dp if all other ranks were replicas."""
+    if size % plan.size or plan.dp > 1:
+        return not size % plan.size
+    return not {*others} - {"shares"} and not size // plan.size % (len(plan.shares) or 1)
+
+
+def _said(asked: Plan, plan: Plan, size: int, names: Sequence[str]) -> str:
+    """Says which fields of a plan so many ranks change."""
+    each, now = asked.size // asked.dp, ", ".join(f"plan.{name}={_written(plan, name)}" for name in names)
+    before = ", ".join(f"plan.{name}={_written(asked, name)}" for name in names)
+    ranks, are = ("1 rank", "is") if size == 1 else (f"{size} ranks", "are")
+    why = f"{ranks} {are} no multiple of {each}" if size % each else f"{ranks} cannot have {before}"
+    return f"{why}, so this generation has {now}"
+
+
+def _written(plan: Plan, name: str) -> str:
+    """A field as an assignment has it."""
+    value = getattr(plan, name)
+    return NONE if value is None else toml_value(value)
 
 
 def _differing(plan: Plan, other: Plan) -> list[str]:

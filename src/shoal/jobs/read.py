@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from shoal.errors import UserError, check_choice, did_you_mean, fits
 from shoal.federated.settings import Federated
 from shoal.jobs.config import SECTIONS, Auto, Job, Origins
-from shoal.plan import AUTO, Plan
+from shoal.plan import AUTO, NONE, Plan
 from shoal.toml import read_toml
 
 _hints = cache(get_type_hints)  # asked for in each generation of an elastic run, while its ranks wait
@@ -75,7 +75,7 @@ def parse_job(
             _leave_to_the_planner(tables["plan"], origins)
             path = ["name"]
         key = path[0]
-        value = _nested(tables[section].get(key), path[1:], value, f"--set {assignment}")
+        value = _or_nothing(section, key, _nested(tables[section].get(key), path[1:], value, f"--set {assignment}"))
         _check(section, key, value, f"--set {assignment}")
         tables[section][key] = value
         origins[f"{section}.{key}"] = "cli"
@@ -234,6 +234,11 @@ def _nested(current: Any, path: Sequence[str], value: Any, where: str) -> Any:
         raise UserError(f"{where}: {path[0]!r} cannot be set inside {current!r}, which is not a table")
     inner = dict(current or {})
     return {**inner, path[0]: _nested(inner.get(path[0]), path[1:], value, where)}
+
+
+def _or_nothing(section: str, key: str, value: Any) -> Any:
+    """Returns the value; None for one that ends a field of the plan, as `shoal replan` takes it."""
+    return None if section == "plan" and value == NONE and getattr(Plan(), key, NONE) is None else value
 
 
 def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:

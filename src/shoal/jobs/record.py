@@ -74,6 +74,7 @@ class Recorder:
         self._recent: deque[tuple[StepResult, int, float]] = deque(maxlen=late + RECENT)
         self._started = self._lap = time.perf_counter()
         self._unread: deque[tuple[StepResult, int, float]] = deque()
+        self._handed = list[StepRecord]()  # of steps before this attempt
         if not active:
             return
         self._late = late
@@ -103,13 +104,14 @@ class Recorder:
             self._read()
 
     def late(self, result: StepResult, samples: int) -> StepRecord:
-        """Returns the record of a step that was committed and then cut short."""
-        return self._record(result, samples, time.perf_counter() - self._lap)
+        """Returns the record of a step that was committed and then cut short, which is one of the last from then on."""
+        self._handed.append(self._record(result, samples, time.perf_counter() - self._lap))
+        return self._handed[-1]
 
     def recent(self) -> list[StepRecord]:
         """Returns the records of the last steps, for whoever records in place of a rank 0 that is gone; all ranks have
         them. Those of a step that was cut short are left out."""
-        found: list[StepRecord] = []
+        found = [*self._handed]
         with suppress(LaunchError):
             found += (self._record(*each) for each in self._recent)
         return found
@@ -121,7 +123,9 @@ class Recorder:
             self._progress.update(record)
 
     def missing(self, records: Sequence[StepRecord]) -> None:
-        """Takes in the records of steps that another process has trained and not recorded."""
+        """Takes in the records of steps that another process has trained and not recorded. All ranks remember them: the
+        first one may be gone before it has written them."""
+        self._handed += records
         for record in records:
             self._write(record)
 

@@ -84,6 +84,15 @@ class Trials:
         index = self.next
         return Plan.from_dict(dict(self.candidates[self.fastest if index is None else index].plan))
 
+    @property
+    def why(self) -> str:
+        """Why `plan` is what it is, in words."""
+        if self.next is not None:
+            return "it is tried"
+        if any(each.seconds is not None for each in self.candidates):
+            return "the fastest of those that were tried"
+        return "predicted to be the fastest; all that were to be tried were passed over"
+
     def begun(self, index: int) -> Trials:
         return replace(self, now=index)
 

@@ -3,6 +3,7 @@ of an end. See metrics.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,14 @@ class MembershipRecord:
     why: str
     lost: int
     events: list[str]
+
+
+def standing(generations: Iterable[MembershipRecord]) -> list[MembershipRecord]:
+    """Returns the generations before whose beginning no later one has gone back."""
+    found = list[MembershipRecord]()
+    for each in generations:
+        found = [*(before for before in found if before.step <= each.step), each]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 
 from shoal.errors import UserError
 
+GENERATION = "membership"
+"""The kind of the record with which a generation begins; its `step` is the last one before."""
 _NEWEST, _BLOCK = 64, 1 << 16
 
 
@@ -103,9 +105,18 @@ def parse(line: bytes) -> dict[str, Any] | None:
 def newest_step(lines: Sequence[bytes], kind: str, none: int) -> int:
     """Returns the newest step of the last records of a kind, `none` where there is no record. `lines`: the last one
     first. Looks at several, since a rank may record late what another one had no time to; few are parsed."""
-    records = (parse(line) or {} for line in lines if f'"{kind}"'.encode() in line)
-    steps = (each["step"] for each in records if each.get("kind") == kind and "step" in each)
-    return max(islice(steps, _NEWEST), default=none)
+    return max(islice(_steps(lines, kind), _NEWEST), default=none)
+
+
+def _steps(lines: Sequence[bytes], kind: str) -> Iterator[int]:
+    """The steps of the records of a kind, without those that a later generation has gone back from."""
+    most = math.inf
+    for line in lines:
+        record = parse(line) or {} if any(f'"{each}"'.encode() in line for each in (kind, GENERATION)) else {}
+        if record.get("kind") == GENERATION:
+            most = min(most, record.get("step", most))
+        elif record.get("kind") == kind and "step" in record and record["step"] <= most:
+            yield record["step"]
 
 
 def _finite(value: Any) -> Any:

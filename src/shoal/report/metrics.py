@@ -22,8 +22,9 @@ from .changes import (
     TermsRecord,
     TriedRecord,
     WarningRecord,
+    standing,
 )
-from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
+from .jsonl import GENERATION, as_float, encode_lines, newest_step, open_for_append, read_lines
 from .rounds import RoundRecord
 
 COUNTS = 512
@@ -130,7 +131,7 @@ KINDS: dict[str, type[Record]] = {
     "plan": PlanRecord,
     "tried": TriedRecord,
     "terms": TermsRecord,
-    "membership": MembershipRecord,
+    GENERATION: MembershipRecord,
     "round": RoundRecord,
     "server": ServerRecord,
     "warning": WarningRecord,
@@ -189,7 +190,7 @@ class RunRecords:
     @property
     def marks(self) -> dict[int, str]:
         """The steps after which something else than training happened, with a word for it."""
-        worlds = {each.step: f"{each.world} ranks" for each in self.memberships if each.generation > 1}
+        worlds = {each.step: f"{each.world} ranks" for each in standing(self.memberships) if each.generation > 1}
         plans = dict.fromkeys((each.step for each in self.plans), "plan")
         return plans | dict.fromkeys(self.resumed, "resumed") | worlds
 
@@ -247,10 +248,9 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         if isinstance(record, RunRecord):
             attempts.append([])
         attempts[-1].append(record)
-    last = attempts[-1]
     kept = _without_superseded(attempts)
     runs = [each for each in records if isinstance(each, RunRecord)]
-    ends = [each for each in last if isinstance(each, EndRecord)]
+    ends = [each for each in attempts[-1] if isinstance(each, EndRecord)]
     return RunRecords(
         run=runs[-1] if runs else None,
         steps=_last_of_a_step([r for r in kept if isinstance(r, StepRecord)]),

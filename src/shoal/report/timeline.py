@@ -46,8 +46,8 @@ class Span:
 def read_timeline(path: Path | str) -> list[Span]:
     """Reads the spans in `path`, rank by rank in the order in which they were written; none when there is no such file.
 
-    Incomplete lines and lines of another form are left out. Where a rank's steps go back, its run was resumed there,
-    and its earlier spans from that step on are dropped.
+    Incomplete lines and lines of another form are left out. Where the steps of a rank go back as time goes on, its run
+    was resumed there, and earlier spans from that step on are dropped, of all ranks: there may be fewer of them now.
     """
     path = Path(path)
     if not path.exists():
@@ -59,8 +59,9 @@ def read_timeline(path: Path | str) -> list[Span]:
             continue
         span = Span(**line)
         of_rank = kept.setdefault(span.rank, [])
-        if of_rank and span.step < of_rank[-1].step:
-            of_rank[:] = [earlier for earlier in of_rank if earlier.step < span.step]
+        if of_rank and span.step < of_rank[-1].step and span.start > of_rank[-1].start:
+            for before in kept.values():
+                before[:] = [each for each in before if each.step < span.step or each.start > span.start]
         of_rank.append(span)
     return [span for of_rank in kept.values() for span in of_rank]
 

@@ -107,6 +107,9 @@ class NoFlushRunner:
         self.per_sample = 1.0
         self.unreported: StepResult | None = None
 
+    def reported(self) -> None:
+        """The caller gets the result of the last step."""
+
     def run(self, batch: Batch) -> StepResult:
         """The forwards of `batch`, and the backwards and the update that are due.
 

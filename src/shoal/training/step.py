@@ -79,7 +79,7 @@ class StepRunner:
         self._is_tried_out = False
         self._phase = _Phase.BETWEEN
         self.unreported: StepResult | None = None
-        """The result of a step whose update is made, until `run` or `end` return it."""
+        """The result of a step whose update is made, until its caller gets it."""
 
     def run(self, batch: Batch) -> StepResult:
         """Makes one step on `batch`. Raises TrainingError, with the weights of the step before, on NaN."""
@@ -166,7 +166,11 @@ class StepRunner:
     def _share(self) -> None:
         with torch.no_grad():
             self._commit.share()
-        self._phase, self.unreported = _Phase.BETWEEN, None
+        self._phase = _Phase.BETWEEN
+
+    def reported(self) -> None:
+        """Takes in that the caller gets the result of the last step."""
+        self.unreported = None
 
     def abandon(self) -> int | None:
         """Puts back what the forwards of a step that was cut short have changed. Returns by how many updates what this
