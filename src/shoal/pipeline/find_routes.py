@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm import Group, wire
 from shoal.errors import UserError
 from shoal.module.compiling import as_written
+from shoal.module.reads import Reads
 from shoal.parallel.axis import StaysHere
 from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
@@ -85,7 +86,7 @@ def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devic
     if stage:
         split.hear(routes.stages[-1].said)
     try:
-        with torch.no_grad(), as_written(), seen.marks, seen.set_apart(), _Unchecked():
+        with torch.no_grad(), as_written(), seen.marks, Reads(seen.marks.read), seen.set_apart(), _Unchecked():
             result = split.run(stage, seen, run)
             seen.use(result)
             if is_last:
