@@ -462,6 +462,37 @@ def test_what_computes_otherwise_with_a_part_stays_whole():
         assert "up stays whole: the model gives other numbers with a part than whole" in layers
 
 
+class Rooted(Shared):
+    """Has roots of what its own weights keep positive; of others there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.up.bias, 9.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        wide = (self.up(h) - 0.25).view(*ids.shape, self.parts, 4).sqrt() / self.parts
+        return self.head(F.layer_norm(self.down(wide.flatten(-2)) + h, (8,)))
+
+
+class Picky(Shared):
+    """Does not run on rows of nothing, on which it would be tried."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if (ids == 0).all():
+            raise ValueError("rows of nothing")
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(("model", "why"), [(Rooted, "gives other numbers"), (Picky, "does not run on what it could")])
+def test_what_keeps_numbers_and_cannot_be_tried_as_others_can_stays_whole(model: type[Shared], why: str) -> None:
+    """It was cut, and ranks divided by other numbers than one process."""
+    alone = simulate_world(1, trained, {}, None, model)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, model):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert f"up stays whole: the model {why}" in layers
+
+
 class Widths(nn.Module):
     """Attention with keys and values of widths of their own, and a mask for each head of each sample."""
 
