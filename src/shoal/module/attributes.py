@@ -1,5 +1,5 @@
-"""What modules keep as plain attributes: tensors and numbers, also in lists and dicts, that a forward may change, and of
-which neither replicas nor checkpoints know."""
+"""What modules keep as plain attributes: tensors and numbers, also in lists and dicts, that a forward may change, and
+of which neither replicas nor checkpoints know."""
 
 from __future__ import annotations
 
