@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from shoal import Engine, Plan, UserError
 from shoal.chunks import Slot, Tier
@@ -368,6 +369,26 @@ def test_an_error_in_backward_leaves_nothing_booked():
     broken[0] = False
     engine.step(batch)
     assert not any(engine.parts.tier.held.values())
+    engine.close()
+
+
+class Divergence(nn.Module):
+    """Adds the slope of its layer at each row, by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
+
+    def forward(self, x):
+        slopes = torch.func.vmap(torch.func.grad(lambda row: self.inner(row).tanh().sum()))(x)
+        return self.inner(x) + slopes.sum(1, keepdim=True)
+
+
+def test_derivatives_by_torch_func_are_refused_where_it_is_seen_what_backward_keeps():
+    """It was an error of torch."""
+    engine = Engine(Divergence, regression, teacher.ADAMW, Plan(memory={}), global_batch=8, microbatch=4)
+    with pytest.raises(UserError, match=r"takes derivatives by torch.func .* as under plan.memory"):
+        engine.step(next(engine.batches(teacher.data(), steps=1)))
     engine.close()
 
 

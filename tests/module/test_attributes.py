@@ -29,6 +29,9 @@ class Keeps(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.way, self.average = way, torch.zeros(WIDTH)
         self.last, self.table = torch.zeros(WIDTH), torch.arange(4.0)
+        self.averages: list[torch.Tensor] = [torch.zeros(WIDTH)]
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.later: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inward(x)
@@ -39,6 +42,15 @@ class Keeps(nn.Module):
             self.average = 0.9 * self.average + 0.1 * new
         elif self.way == "in place":
             self.average.mul_(0.9).add_(new, alpha=0.1)
+        elif self.way == "in a list":
+            h = h - self.averages[0]
+            self.averages = [0.9 * self.averages[0] + 0.1 * new]
+        elif self.way == "in a dict":
+            h = h - self.by_name.get("average", 0.0)
+            self.by_name["average"] = new
+        elif self.way == "set later":
+            h = h if self.later is None else h - self.later
+            self.later = new
         elif self.way == "number":
             self.seen += 1
             h = h / (1 + self.seen)
@@ -62,10 +74,20 @@ def train(world, way: str, **plan) -> list[float]:
         running.close()
 
 
-@pytest.mark.parametrize("way", ["bound", "in place"])
+WAYS = {
+    "bound": "average",
+    "in place": "average",
+    "in a list": r"averages\[0\]",
+    "in a dict": r"by_name\[0\]",
+    "set later": "later",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_one_that_goes_from_microbatch_to_microbatch_is_refused(way):
     """Replicas had other losses than one process, and said nothing."""
-    with pytest.raises(UserError, match=r"depends on average, a tensor that its module keeps.*register_buffer"):
+    message = rf"depends on {WAYS[way]}, a tensor that its module keeps.*register_buffer"
+    with pytest.raises(UserError, match=message):
         simulate_world(2, train, way)
 
 
@@ -74,7 +96,7 @@ def test_one_that_is_for_those_who_look_and_one_that_is_made_as_needed_are_not()
     assert two[0] == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.parametrize("way", ["bound", "in place", "number"])
+@pytest.mark.parametrize("way", [*WAYS, "number"])
 def test_a_forward_that_is_tried_out_for_stages_leaves_them(way):
     """It went into the average, and was counted."""
     (one,) = simulate_world(1, train, way)
@@ -124,16 +146,19 @@ def test_a_module_that_is_registered_nowhere_stays_as_it_is():
 
 
 class Centres(nn.Module):
-    """A block that centres its result by an average, and weighs it by how often it has run."""
+    """A block that centres its result by an average, and by what it saw last, and weighs it by how often it has run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.average, self.seen = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH), 0
+        self.last: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         h = self.layer(x).tanh()
         self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        h = h - sum(self.last)
+        self.last = [h.detach().mean(0)]
         return x + (h - self.average).square() / self.seen
 
 

@@ -100,8 +100,19 @@ class _Forces(nn.Module):
         return (x if self.way == "behind" else x.add_(1)) - force
 
 
+class _Compares(nn.Module):
+    """Sees that it is given one tensor twice, as F.multi_head_attention_forward does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(teacher.INPUTS, teacher.INPUTS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) if x is y else self.inner(x) + y
+
+
 MODELS = [(_Adds, "argument"), (_Adds, "keyword"), (_Adds, "container"), (_Adds, "twice"), (_Activates, "in place")]
-MODELS += [(_Forces, "before"), (_Forces, "behind")]
+MODELS += [(_Compares, "twice"), (_Forces, "before"), (_Forces, "behind")]
 
 
 @pytest.mark.parametrize(("block", "way"), MODELS, ids=[f"{block.__name__}-{way}" for block, way in MODELS])
@@ -201,17 +212,36 @@ class _Gives(nn.Module):
 
 
 class _Recurs(nn.Module):
-    """Its loop over time changes the results of products in place, inside torch."""
+    """Its loop over time changes the results of products in place, inside torch; those of nn.GRU by pieces that have a
+    version of their own."""
+
+    kind: type[nn.RNNBase] = nn.LSTM
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.inner = nn.LSTM(teacher.INPUTS, teacher.INPUTS)
+        self.inner = self.kind(teacher.INPUTS, teacher.INPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x[None])[0][0]
 
 
-@pytest.mark.parametrize("block", [_Mutates, _Recurs])
+class _RecursByGates(_Recurs):
+    kind = nn.GRU
+
+
+class _Scales(_Mutates):
+    """Changes a product past its version."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        y.data.mul_(0.5)
+        return torch.tanh(y + self.bias)
+
+
+CHANGING = [_Mutates, _RecursByGates, _Scales]
+
+
+@pytest.mark.parametrize("block", [*CHANGING, _Recurs])
 def test_a_kept_result_that_is_changed_in_place_is_computed_again(block):
     assert trained({"recompute": "selective"}, block, "argument") == trained({}, block, "argument")
 
@@ -221,13 +251,14 @@ def test_a_kept_result_that_the_model_changes_behind_the_block_is_computed_again
     assert trained({"recompute": "selective"}, _Gives, "argument", True) == plain
 
 
-def test_where_torch_cannot_compute_a_kept_result_again_it_is_refused_with_a_remedy(monkeypatch):
+@pytest.mark.parametrize("block", CHANGING)
+def test_where_torch_cannot_compute_a_kept_result_again_it_is_refused_with_a_remedy(block, monkeypatch):
     monkeypatch.setattr(selective, "_COMPUTED_AGAIN", None)
-    plain = trained({}, _Mutates, "argument")
+    plain = trained({}, block, "argument")
     with pytest.raises(UserError, match=r"make that out of place .* name other operations in save, or take \"full\""):
-        trained({"recompute": "selective"}, _Mutates, "argument")
+        trained({"recompute": "selective"}, block, "argument")
     for remedy in ({"name": "selective", "save": ["attention"]}, "full"):
-        assert trained({"recompute": remedy}, _Mutates, "argument") == plain
+        assert trained({"recompute": remedy}, block, "argument") == plain
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -35,6 +35,7 @@ class Writes(nn.Module):
         self.register_buffer("mean", torch.ones(10))
         self.register_buffer("hidden", torch.zeros(10), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("waves", torch.zeros(6, dtype=torch.complex128), persistent=False)
         self.rule = rule
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +50,7 @@ class Writes(nn.Module):
 def lerp(model: Writes, x: Tensor) -> None:
     model.mean.lerp_(x.mean(0), 0.25)
     model.calls.add_(1)
+    model.waves.mul_(0.5).add_(torch.fft.rfft(x.mean(0).double()))
 
 
 def twice(model: Writes, x: Tensor) -> None:
@@ -61,6 +63,12 @@ def twice(model: Writes, x: Tensor) -> None:
 def bound_anew(model: Writes, x: Tensor) -> None:
     model.mean = 0.9 * model.mean + 0.1 * x.mean(0)
     model.calls = model.calls + len(x)
+    model.hidden = 0.5 * model.hidden + x.amax(0)
+
+
+def past_versions(model: Writes, x: Tensor) -> None:
+    """As code of codebooks is written."""
+    model.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
 
 
 def last(model: Writes, x: Tensor) -> None:
@@ -75,7 +83,7 @@ def used_once_set(model: Writes, x: Tensor) -> Tensor:
     return model.hidden.sigmoid() * model.mean
 
 
-EXACT = [lerp, twice, bound_anew, last, used_once_set]
+EXACT = [lerp, twice, bound_anew, past_versions, last, used_once_set]
 
 
 def used(model: Writes, x: Tensor) -> Tensor:
@@ -86,6 +94,25 @@ def used(model: Writes, x: Tensor) -> Tensor:
 def by_count(model: Writes, x: Tensor) -> None:
     model.calls.add_(1)
     model.mean.lerp_(x.mean(0), 1 / (1 + model.calls.item()))
+
+
+def read_out(model: Writes, x: Tensor) -> Tensor:
+    """Reads its values by no operation."""
+    model.calls.add_(1)
+    return x * model.calls.tolist()
+
+
+def in_waves(model: Writes, x: Tensor) -> Tensor:
+    more = torch.fft.irfft(model.waves, n=10)
+    model.waves.lerp_(torch.fft.rfft(x.mean(0).double()), 0.5)
+    return more.to(x.dtype)
+
+
+def table_of_before(model: Writes, x: Tensor) -> Tensor:
+    """Binds anew what is not persistent, as tables are, to what the next microbatch uses."""
+    more = model.hidden.sigmoid()
+    model.hidden = x.mean(0)
+    return more
 
 
 def largest(model: Writes, x: Tensor) -> None:
@@ -125,6 +152,9 @@ ODD = {
     used_then_set: "it goes into aten.sigmoid",
     set_by_another: "so microbatches depend on those before them",
     by_count: "different rules",
+    read_out: "it goes into Tensor.tolist",
+    in_waves: "it goes into aten._fft_c2r",
+    table_of_before: "it goes into aten.sigmoid",
     largest: "maximum",
     part: "aten.copy_",
     seldom: "others do not",

@@ -352,6 +352,39 @@ def test_complex_parameters_are_refused_with_what_to_do(ready):
         build(model, 0)
 
 
+class Neighbours(nn.Module):
+    """Adds up neighbours in a graph by a sparse matrix, kept as such or in dense `parts`, as the refusal says."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.linear, self.parts = nn.Linear(8, 8), parts
+        near = (torch.eye(8) + torch.eye(8).roll(1, 0)).to_sparse().coalesce()
+        self.register_buffer("near", None if parts else near)
+        self.register_buffer("indices", near.indices() if parts else None)
+        self.register_buffer("values", near.values() if parts else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near = torch.sparse_coo_tensor(self.indices, self.values, (8, 8)) if self.parts else self.near
+        return torch.sparse.mm(near, self.linear(x).T).T
+
+
+def with_neighbours(parts: bool) -> float:
+    samples = [{"inputs": torch.ones(8), "targets": torch.zeros(8)} for _ in range(4)]
+    made, sgd = partial(Neighbours, parts), partial(torch.optim.SGD, lr=1e-2)
+    engine = Engine(made, regression, sgd, global_batch=4, world=World.single("cpu"))
+    try:
+        return [engine.step(batch).loss for batch in engine.batches(samples, steps=2)][-1]
+    finally:
+        engine.close()
+
+
+def test_sparse_tensors_are_refused_and_the_remedy_trains():
+    """It was an error of torch."""
+    with pytest.raises(UserError, match=r"near is a sparse tensor.*torch.sparse_coo_tensor"):
+        with_neighbours(False)
+    assert with_neighbours(True) > 0
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_complex_numbers_as_pairs_train_as_in_torch(precision):
     samples = [{"inputs": torch.randn(8), "targets": torch.randn(8)} for _ in range(4)]

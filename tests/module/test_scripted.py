@@ -91,6 +91,8 @@ PLANS = {
     "tp": (2, {"tp": 2}),
     "pp": (2, {"pp": 2}),
     "compile": (1, {"compile": "aot_eager"}),
+    "recompute": (1, {"recompute": "full"}),
+    "selective": (1, {"recompute": "selective"}),
 }
 
 

@@ -140,17 +140,18 @@ class Beside(ByHand):
 
 
 class Elsewhere(ByHand):
-    """Causal attention, and behind it what brings tokens together once more, by `way`."""
+    """Causal attention, and behind it what brings tokens together once more, by `way`; `gated`: through a gate that
+    begins as nothing."""
 
-    def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, way: Callable[[Tensor], Tensor], gated: bool = False) -> None:
         super().__init__()
-        self.way = way
+        self.way, self.gate = way, nn.Parameter(torch.zeros(16)) if gated else 1.0
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.words(input_ids)
         heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
         y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
-        return self.head(x + y + self.way(y))
+        return self.head(x + y + self.gate * self.way(y))
 
 
 ELSEWHERE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -264,6 +265,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "by hand": ByHand,
 }
 MODELS |= {way: partial(Elsewhere, function) for way, function in ELSEWHERE.items()}
+MODELS["gated"] = partial(Elsewhere, ELSEWHERE["shift"], True)
 MODELS |= {
     kind: partial(llama, max_position_embeddings=4, rope_parameters={"rope_type": kind, "rope_theta": 10.0, **factors})
     for kind, factors in FACTORS.items()
@@ -363,7 +365,10 @@ def test_tokens_joined_to_a_row_are_refused_in_stages_too() -> None:
         ("esm", "masked", "set token_dropout = False"),
         ("gemma2", "causal", "without soft-capping of logits (attn_logit_softcapping = 50.0). Take plan.cp = 1"),
         ("gpt oss", "causal", "without what this model adds. Take plan.cp = 1"),
-        *((way, "causal", "in Elsewhere the result of a token depends on other tokens") for way in ELSEWHERE),
+        *(
+            (way, "causal", "in Elsewhere the result of a token depends on other tokens")
+            for way in (*ELSEWHERE, "gated")
+        ),
     ],
 )
 def test_what_looks_at_neighbours_elsewhere_than_in_attention_is_refused(model: str, loss: str, message: str) -> None:

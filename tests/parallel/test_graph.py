@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 
 from shoal.comm.simulation import simulate_world
 from shoal.engine import Engine
+from shoal.errors import UserError
 from shoal.models import from_config
 from shoal.module.build import build
 from shoal.parallel.tensor import cut_among, cuts_of
@@ -141,10 +142,10 @@ def loss(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), mb["ids"][:, 1:].numel()
 
 
-def made(world, plan: dict, rules: dict[str, str] | None = None, factory=Model, precision="fp64") -> Engine:
+def made(world, plan: dict, rules: dict[str, str] | None = None, factory=Model, precision="fp64", by=None) -> Engine:
     return Engine(
         factory,
-        loss,
+        by or loss,
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         Plan(**plan),
         global_batch=4,
@@ -156,9 +157,9 @@ def made(world, plan: dict, rules: dict[str, str] | None = None, factory=Model, 
 
 
 def trained(
-    world, plan: dict, rules: dict[str, str] | None = None, factory=Model, precision="fp64"
+    world, plan: dict, rules: dict[str, str] | None = None, factory=Model, precision="fp64", by=None
 ) -> tuple[list[float], dict, str]:
-    engine = made(world, plan, rules, factory, precision)
+    engine = made(world, plan, rules, factory, precision, by)
     losses = [engine.step(batch).loss for batch in engine.batches(samples(), steps=3)]
     state = {name: value.clone() for name, value in engine.module.named_buffers()}
     layers = str(engine.tensor_layers)
@@ -460,6 +461,63 @@ def test_what_computes_otherwise_with_a_part_stays_whole():
     for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Shared):
         assert losses == pytest.approx(alone, rel=1e-9)
         assert "up stays whole: the model gives other numbers with a part than whole" in layers
+
+
+class Rooted(Shared):
+    """Has roots of what its own weights keep positive; of others there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.up.bias, 9.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        wide = (self.up(h) - 0.25).view(*ids.shape, self.parts, 4).sqrt() / self.parts
+        return self.head(F.layer_norm(self.down(wide.flatten(-2)) + h, (8,)))
+
+
+class Picky(Shared):
+    """Does not run on rows of nothing, on which it would be tried."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if (ids == 0).all():
+            raise ValueError("rows of nothing")
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(("model", "why"), [(Rooted, "gives other numbers"), (Picky, "does not run on what it could")])
+def test_what_keeps_numbers_and_cannot_be_tried_as_others_can_stays_whole(model: type[Shared], why: str) -> None:
+    """It was cut, and ranks divided by other numbers than one process."""
+    alone = simulate_world(1, trained, {}, None, model)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, model):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert f"up stays whole: the model {why}" in layers
+
+
+class Told(Shared):
+    """Computes with a width where it is given a mask, which the inputs that are tried have not."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.words(ids)
+        wide = self.up(h).relu()
+        if mask is not None:
+            wide = wide * mask[..., None].expand(*ids.shape, 4 * self.parts)
+        return self.head(F.layer_norm(self.down(wide) + h, (8,)))
+
+
+def masked_loss(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits = model(mb["ids"], (mb["ids"] > 5).double())[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), mb["ids"][:, 1:].numel()
+
+
+def test_what_fails_as_it_was_cut_is_refused_and_the_remedy_trains() -> None:
+    """It was an error of torch."""
+    alone = simulate_world(1, trained, {}, None, Told, "fp64", masked_loss)[0][0]
+    message = r"plan.tp = 2: the model fails \(RuntimeError: .*tensor_rules=\{"
+    with pytest.raises(UserError, match=message + r'"\*\*": "whole"\}'):
+        simulate_world(2, trained, {"tp": 2}, None, Told, "fp64", masked_loss)
+    for losses, *_ in simulate_world(2, trained, {"tp": 2}, {"**": "whole"}, Told, "fp64", masked_loss):
+        assert losses == pytest.approx(alone, rel=1e-9)
 
 
 class Widths(nn.Module):

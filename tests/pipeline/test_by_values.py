@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +84,18 @@ class OneHot(nn.Module):
         return self.head(x + self.rows(chosen.to(x.dtype)))
 
 
+class Counts(nn.Module):
+    """Weighs its result by a number of the first part, which it takes out of the tensor by no operation."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.gate, self.head, self.read = nn.Linear(8, 8), nn.Linear(8, 8), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gate(x)
+        return self.head(h) * (1 + float(self.read(h.argmax(-1).sum())))
+
+
 def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
 
@@ -113,6 +127,13 @@ def test_what_depends_on_values_may_lie_in_the_last_stage_or_in_a_block(model: A
     (alone,) = simulate_world(1, losses, model, {})
     for found in simulate_world(2, losses, model, {"pp": 2, **plan}):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, np.asarray])
+def test_a_value_of_another_stage_that_is_read_by_no_operation_is_refused(read: Callable[[Tensor], Any]) -> None:
+    """It was that of zeros."""
+    with pytest.raises(UserError, match="reads, outside its parts, the value of something that another stage computes"):
+        simulate_world(2, losses, partial(Counts, read), {"pp": 2, "stages": [["gate"], ["head"]]})
 
 
 def test_an_error_inside_of_a_part_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,54 @@ def test_tensors_that_lie_on_modules_travel(schedule: str) -> None:
         assert found == pytest.approx(alone, rel=1e-5)
 
 
+class Collects(nn.Module):
+    """Leaves a number in a list of its own, in a dict, and in a list of the model."""
+
+    def __init__(self, common: list[Tensor]) -> None:
+        super().__init__()
+        self.product, self.boxes = nn.Linear(WIDTH, WIDTH), [common]
+        self.own: list[Tensor] = []
+        self.named: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        size = y.square().mean()
+        self.own, self.named["of"] = [size], {"size": size}
+        self.boxes[0].append(size)
+        return y
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[Tensor] = []
+        self.blocks = nn.ModuleList(Collects(self.sizes) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.clear()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def with_lists(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
+    total, count = squares(model, mb)
+    of_blocks = [each for block in model.blocks for each in (*block.own, block.named["of"]["size"])]
+    return total + sum(model.sizes) + 2 * sum(of_blocks), count
+
+
+def collected(world: Any, plan: dict[str, Any]) -> list[float]:
+    return losses_of(world, Collecting, with_lists, rows(), plan, 8)
+
+
+@pytest.mark.parametrize("plan", [STAGES, {"tp": 2}])
+def test_tensors_that_lie_in_lists_travel(plan: dict[str, Any]) -> None:
+    """The loss had those of the last stage alone; under tp the engine ended in a KeyError."""
+    (alone,) = simulate_world(1, collected, {})
+    for found in simulate_world(3 if plan is STAGES else 2, collected, plan):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
 def prefixed(world: Any, plan: dict[str, Any]) -> list[float]:
     return losses_of(world, Prefixed, squares, rows(), plan, 8)
 

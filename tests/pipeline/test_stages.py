@@ -186,6 +186,32 @@ class Partly(nn.Module):
         return x
 
 
+class Energy(nn.Module):
+    """Moves its input along the gradient of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(self.inner(x).tanh().square().sum(), x, create_graph=True)
+        return x - force
+
+
+class Energies(nn.Module):
+    """`between`: takes one more derivative, of all of its blocks."""
+
+    def __init__(self, between: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.between = nn.ModuleList([layer(), Energy(), Energy(), layer()]), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x = x.requires_grad_() if self.between else x
+        for block in self.blocks:
+            y = block(y)
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0] if self.between else y
+
+
 def squares(model: nn.Module, mb: dict[str, Tensor]) -> Any:
     return (model(mb["x"]) - mb["y"]).square().sum(), mb["x"].shape[0]
 
@@ -212,7 +238,7 @@ def train(world: World, model: Any, plan: dict[str, Any], steps: int = 4, **more
     return found
 
 
-@pytest.mark.parametrize("model", [Skips, Chain, Twice, Backwards, Loose, Partly])
+@pytest.mark.parametrize("model", [Skips, Chain, Twice, Backwards, Loose, Partly, Energies])
 @pytest.mark.parametrize(
     "plan",
     [{"pp": 2}, {"pp": 4}, {"pp": 2, "schedule": "zbv"}, {"pp": 4, "schedule": "zb1p"}, {"pp": 2, "dp": 2, "zero": 2}],
@@ -892,6 +918,7 @@ class Around(nn.Module):
         (Reversible, "blocks.0 is called inside the forward of Again.* plan.pp = 1"),
         (Chosen, "shape .* depends on .* values"),
         (Compared, "reads, outside its parts, the value"),
+        (partial(Energies, True), "takes derivatives between its parts .* plan.pp = 1"),
         (Around, "layers.0 more than once.* plan.pp = 1"),
     ],
 )

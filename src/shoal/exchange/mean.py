@@ -20,7 +20,7 @@ def mean_of_replicas(module: nn.Module, chunks: Sequence[Chunk], group: Group) -
     Counters become the largest. Afterwards this replica's own values are restored; the block takes a copy of the
     masters.
     """
-    buffers = [buffer for buffer in module.buffers() if not buffer.is_complex()]
+    buffers = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in module.buffers()]
     own = [tensor.clone() for tensor in _ours(chunks, buffers)]
     try:
         with torch.no_grad():

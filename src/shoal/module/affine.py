@@ -77,6 +77,12 @@ class Affine(TorchDispatchMode):
             if isinstance(each, Tensor) and (form := self._forms.get(_storage(each))) is not None:
                 self.odd.setdefault(form.name, "its result")
 
+    def read(self, tensor: Tensor, how: str) -> None:
+        """Notes values that the forward takes out of a tensor by no operation (see module.reads)."""
+        form = self._forms.get(_storage(tensor))
+        if form is not None and form.keep:
+            self.odd.setdefault(form.name, how)
+
     def rules(self, now: Mapping[str, Tensor]) -> dict[str, Rule | str]:
         """Returns the rule of each buffer of `now`, these after the forward, that was written, or why it has none."""
         found: dict[str, Rule | str] = {}

@@ -1,10 +1,12 @@
-"""What modules keep as plain attributes: tensors and numbers that a forward may change, of which replicas do not know
-and which no checkpoint has."""
+"""What modules keep as plain attributes: tensors and numbers, also in lists and dicts, that a forward may change, and
+of which neither replicas nor checkpoints know."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -16,26 +18,28 @@ from shoal.module.record import has_values, storage_of
 
 
 class Kept:
-    """The tensors that modules of `root` keep as plain attributes, but for views of parameters, and those of modules
-    that they keep so."""
+    """The tensors that modules of `root` keep as plain attributes, also in lists and dicts, but for views of
+    parameters, and those of modules that they keep so."""
 
     def __init__(self, root: nn.Module) -> None:
-        weights, registered = _storages(root), set(root.modules())
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        for prefix, owner in root.named_modules():
-            for name, value in vars(owner).items():
-                full = f"{prefix}.{name}".lstrip(".")
-                if _has_memory(value, weights):
-                    self._places[full] = vars(owner), name
-                elif name != "_modules":
-                    for hidden in tree_leaves(value) if isinstance(value, list | tuple | dict | nn.Module) else ():
-                        if isinstance(hidden, nn.Module) and hidden not in registered:
-                            self._places |= _inside(hidden, full)
+        self._weights, registered = _storages(root), set(root.modules())
+        self._tables = {prefix: vars(each) for prefix, each in root.named_modules()}
+        self._hidden: dict[str, tuple[dict[str, Any], str]] = {}
+        for prefix, table in self._tables.items():
+            modules = [(name, value) for name, value in table.items() if isinstance(value, nn.Module)]
+            for name, value in (*modules, *holders(table)):
+                for hidden in tree_leaves(value):
+                    if isinstance(hidden, nn.Module) and hidden not in registered:
+                        self._hidden |= _inside(hidden, f"{prefix}.{name}".lstrip("."))
 
     def now(self) -> dict[str, Tensor]:
-        """The tensors by name, as far as they still are tensors, but for those of other stages, without values."""
-        places = [(name, table.get(key)) for name, (table, key) in self._places.items()]
-        return {name: kept for name, kept in places if isinstance(kept, Tensor) and has_values(kept)}
+        """The tensors by name, as far as they are there now, but for those of other stages, without values."""
+        found = [(name, table.get(key)) for name, (table, key) in self._hidden.items()]
+        for prefix, table in self._tables.items():
+            own = [(name, value) for name, value in table.items() if type(value) is Tensor]
+            own += [(f"{name}[{at}]", each) for name, value in holders(table) for at, each in _tensors_of(value)]
+            found += [(f"{prefix}.{name}".lstrip("."), each) for name, each in own if _has_memory(each, self._weights)]
+        return {name: kept for name, kept in found if isinstance(kept, Tensor) and has_values(kept)}
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """What the tensors look like now: shape, dtype and two numbers."""
@@ -79,6 +83,25 @@ def bits(flat: Tensor) -> Tensor:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
 
 
+_OF_ALL = frozenset(vars(nn.Module()))
+"""Names of the tables that each module has."""
+_HOLDERS = frozenset([list, tuple, dict, OrderedDict, defaultdict, deque])
+
+
+def holders(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the lists, tuples and dicts among the plain attributes of a module, which its `table` has."""
+    for name, value in table.items():
+        if type(value) in _HOLDERS and name not in _OF_ALL:
+            yield name, value
+
+
+def _tensors_of(value: Any) -> Iterator[tuple[int, Tensor]]:
+    """Yields the tensors in a list or dict with their places among all that it holds."""
+    for at, each in enumerate(tree_leaves(value)):
+        if type(each) is Tensor:
+            yield at, each
+
+
 def _inside(hidden: nn.Module, prefix: str) -> dict[str, tuple[dict[str, Any], str]]:
     """Returns the places of the parameters and buffers of a module that is registered nowhere."""
     tables = [(name, table) for name, each in hidden.named_modules() for table in (each._parameters, each._buffers)]
@@ -102,17 +125,21 @@ def _has_memory(value: object, weights: Collection[int]) -> bool:
 
 Plain = tuple[dict[str, Any], str, Any]
 """A plain attribute: the table that has it, its name, its value."""
+_PLAIN = frozenset([int, float, bool, type(None)])
 
 
 def plain_attributes(root: nn.Module) -> list[Plain]:
-    """Returns the tensors, numbers and flags that modules of `root` keep as plain attributes now."""
+    """Returns the tensors, numbers and flags that modules of `root` keep as plain attributes now, and copies of their
+    lists and dicts, where these hold tensors or nothing."""
     tables = [vars(each) for each in root.modules()]
-    return [
+    found = [
         (table, name, value)
         for table in tables
         for name, value in table.items()
-        if type(value) in (Tensor, int, float, bool)
+        if type(value) in _PLAIN or type(value) is Tensor
     ]
+    held = ((table, name, value) for table in tables for name, value in holders(table))
+    return [*found, *((*at, copy(value)) for *at, value in held if not value or any(_tensors_of(value)))]
 
 
 @contextmanager
@@ -120,7 +147,7 @@ def attributes_as_found(found: Sequence[Plain]) -> Iterator[None]:
     """Gives plain attributes the values that they were `found` with, inside the context."""
     now = [(table, name, table[name]) for table, name, _ in found if name in table]
     for table, name, value in found:
-        table[name] = value
+        table[name] = copy(value) if type(value) in _HOLDERS else value
     try:
         yield
     finally:
@@ -130,24 +157,55 @@ def attributes_as_found(found: Sequence[Plain]) -> Iterator[None]:
 
 @contextmanager
 def attributes_put_back(root: nn.Module) -> Iterator[None]:
-    """Gives plain attributes of the modules of `root` the tensors, numbers and flags that they have now, after the
-    context."""
-    owners, weights = [(owner, set(vars(owner))) for owner in root.modules()], _storages(root)
+    """Gives plain attributes of the modules of `root` the tensors, numbers and flags that they have now, alone or in
+    lists and dicts, after the context."""
+    owners, weights = [(vars(each), type(each), set(vars(each))) for each in root.modules()], _storages(root)
     before = [
-        (vars(owner), name, value, value.detach().clone() if isinstance(value, Tensor) else None)
-        for owner, _ in owners
-        for name, value in vars(owner).items()
-        if type(value) in (int, float, bool) or _has_memory(value, weights)
+        (table, name, value)
+        for table, _, _ in owners
+        for name, value in table.items()
+        if type(value) in _PLAIN or type(value) in _HOLDERS or _has_memory(value, weights)
     ]
+    kept = [each for *_, value in before for each in tree_leaves(value) if _has_memory(each, weights)]
+    values = [(each, each.detach().clone()) for each in kept]
+    with contents_put_back(root):
+        try:
+            yield
+        finally:
+            for table, kind, names in owners:
+                for name in [name for name in table if name not in names and hasattr(kind, name)]:
+                    del table[name]  # that of the class holds again
+            with torch.no_grad():
+                for each, value in values:
+                    if not torch.equal(each, value):
+                        each.copy_(value)
+            for table, name, value in before:
+                if name in table:
+                    table[name] = value
+
+
+@contextmanager
+def contents_put_back(root: nn.Module) -> Iterator[None]:
+    """Gives the lists and dicts that modules of `root` keep as plain attributes what they hold now, after the
+    context."""
+    found = [each for module in root.modules() for _, value in holders(vars(module)) for each in _nested(value)]
+    before = [(each, copy(each)) for each in found]
     try:
         yield
     finally:
-        for owner, names in owners:
-            for name in [name for name in vars(owner) if name not in names and hasattr(type(owner), name)]:
-                delattr(owner, name)  # that of the class holds again
-        with torch.no_grad():
-            for table, name, value, copy in before:
-                if copy is not None and not torch.equal(value, copy):
-                    value.copy_(copy)
-                if name in table:
-                    table[name] = value
+        for each, content in before:
+            if isinstance(each, dict):
+                each.clear()
+                each.update(content)
+            else:
+                each.clear()
+                each.extend(content)
+
+
+def _nested(value: Any) -> Iterator[Any]:
+    """Yields a list or dict and those that it holds."""
+    if type(value) is not tuple:
+        yield value
+    for each in value.values() if isinstance(value, dict) else value:
+        if type(each) in _HOLDERS:
+            yield from _nested(each)

@@ -38,6 +38,7 @@ class BlockInputs:
         by_tensor = {id(tensors[place]): tensors[place] for place in chosen}  # one may be given twice
         copies = {key: _Copy(tensor.detach().clone(), tensor.requires_grad) for key, tensor in by_tensor.items()}
         self._copies = {place: copies[id(tensors[place])] for place in chosen}
+        self._numbers: list[int] = []  # which of the tensors kept is at each of these places
         self._saved: Any = None  # of a graph that keeps those at `_direct`, for as long as this tensor lives
         self._ready = self._leaves
 
@@ -70,8 +71,9 @@ class BlockInputs:
             )
         self._copies = {place: copy for place, copy in self._copies.items() if place in found}
         self._direct = [place for place in self._direct if place not in found]
-        kept = [self._leaves[place] for place in self._direct]
-        self._saved = _Save.apply(torch.empty(0, requires_grad=True), *kept)
+        kept = {id(self._leaves[place]): self._leaves[place] for place in self._direct}  # one may be given twice
+        self._numbers = [list(kept).index(id(self._leaves[place])) for place in self._direct]
+        self._saved = _Save.apply(torch.empty(0, requires_grad=True), *kept.values())
         for place in (*found, *self._direct):  # a changed one is of the graph that the forward made, which keeps this
             self._leaves[place] = None
             self._versions.pop(place, None)
@@ -95,11 +97,12 @@ class BlockInputs:
     def _found_saved(self) -> dict[int, Any]:
         """Returns what autograd has kept of a first forward that is over, by place."""
         try:
-            return dict(zip(self._direct, self._saved.grad_fn.saved_tensors, strict=True))
+            kept = self._saved.grad_fn.saved_tensors
         except RuntimeError as error:
             if MODIFIED not in str(error):
                 raise
             raise self._changed_behind() from error
+        return {place: kept[number] for place, number in zip(self._direct, self._numbers, strict=True)}
 
     def _changed_behind(self) -> UserError:
         return UserError(

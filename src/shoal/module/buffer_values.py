@@ -48,7 +48,7 @@ def buffers_untouched(root: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def buffers_put_back(root: nn.Module) -> Iterator[None]:
     """Gives the buffers of `root` the values that they have now, after the context. Tables, which are not persistent
-    and re-bound as they follow shapes, stay."""
+    and re-bound as they follow shapes, stay where they have another one."""
     before = [
         (owner, name, buffer, buffer._version, buffer.clone())
         for owner in root.modules()
@@ -59,8 +59,9 @@ def buffers_put_back(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for owner, name, buffer, version, values in before:
-            is_bound = owner._buffers[name] is buffer
+            now = owner._buffers[name]
             if buffer._version != version:
                 buffer.copy_(values)
-            if not is_bound and name not in owner._non_persistent_buffers_set:
+            follows = name in owner._non_persistent_buffers_set and (now is None or now.shape != buffer.shape)
+            if now is not buffer and not follows:
                 owner._buffers[name] = buffer

@@ -25,13 +25,15 @@ from shoal.module.affine import Affine, Rule
 from shoal.module.attributes import Kept
 from shoal.module.compiling import as_written
 from shoal.module.counted import Counted
+from shoal.module.reads import Reads
 from shoal.module.written import Written
 
 
 class OtherBuffers:
     """The buffers of `root` outside BatchNorm.
 
-    Non-persistent ones are included only where they are written in place: re-bound ones are tables that follow shapes.
+    Non-persistent ones that are re-bound are left out where they are tables that follow shapes: what takes their place
+    is not made of them, and the forward has not used what was there.
 
     replicas: number of ranks that have them
     averages: those without a rule are averaged instead of refused
@@ -48,7 +50,7 @@ class OtherBuffers:
             for prefix, owner in root.named_modules()
             if not isinstance(owner, _BatchNorm)
             for name, buffer in owner._buffers.items()
-            if buffer is not None and not buffer.is_complex() and replicas > 1
+            if buffer is not None and replicas > 1
         }
         self._kept = Kept(root) if replicas > 1 else None
         self._numbers = Counted(root, replicas) if replicas > 1 else None
@@ -97,7 +99,7 @@ class OtherBuffers:
         before, failed = self._now(), False
         values = {} if self._kept is None else self._kept.values()
         try:
-            with as_written(), Affine({**kept, **before}) as affine:
+            with as_written(), Affine({**kept, **before}) as affine, Reads(affine.read):
                 yield affine.leaves
         except Exception:
             failed = True
@@ -124,7 +126,7 @@ class OtherBuffers:
         """Adds the rules that a forward has shown."""
         now = self._now()
         for name, rule in affine.rules(now).items():
-            if self._is_table(name) and now[name] is not before[name]:
+            if self._is_table(name) and _is_anew(now[name], before[name], rule, name in affine.odd):
                 continue
             if (known := self._rules.get(name, None if self._agreed else rule)) != rule and not isinstance(known, str):
                 self._rules[name], self._news = "forwards write it by different rules", self._agreed
@@ -132,14 +134,17 @@ class OtherBuffers:
                 self._rules.setdefault(name, rule)
 
     def changed(self) -> list[str]:
-        """Returns the names of buffers that this rank's forwards wrote or re-bound since the step began."""
+        """Returns the names of buffers that this rank's forwards wrote or re-bound since the step began. What is
+        written by way of `buffer.data` is no new version of it: of such a one the rule alone tells."""
+        unseen = {name for name, rule in self._rules.items() if isinstance(rule, Rule) and rule.writes == 0}
         return [
             name
             for name, buffer in self._now().items()
-            if (
+            if name in unseen
+            or (
                 buffer._version != self._before[name][1]
                 if buffer is self._before[name][0]
-                else not self._is_table(name)
+                else name in self._rules or not self._is_table(name)
             )
         ]
 
@@ -231,13 +236,15 @@ class OtherBuffers:
             rule = self._rules.get(name)
             if rule is None:
                 continue
+            wide = torch.complex128 if buffer.is_complex() else torch.float64
+            whole_numbers = not (buffer.is_floating_point() or buffer.is_complex())
             if isinstance(rule, Rule) and exact and not self._whole_shares:
-                first = self._start[name].double()
-                term = rule.keep**after * (buffer.double() - rule.keep**microbatches * first)
-                merged = group.all_reduce(term, purpose="buffers") + rule.keep**total * first
-                buffer.copy_(merged if buffer.is_floating_point() else merged.round())
-            elif buffer.is_floating_point():
-                buffer.copy_(group.all_reduce(buffer.double() * microbatches, purpose="buffers") / total)
+                first = self._start[name].to(wide)
+                term = rule.keep**after * (buffer.to(wide) - rule.keep**microbatches * first)
+                merged = _sum(group, term) + rule.keep**total * first
+                buffer.copy_(merged.round() if whole_numbers else merged)
+            elif not whole_numbers:
+                buffer.copy_(_sum(group, buffer.to(wide) * microbatches) / total)
             else:
                 buffer.copy_(group.all_reduce(buffer.to(torch.int64), "max", purpose="buffers"))
 
@@ -247,6 +254,24 @@ class OtherBuffers:
 
     def _now(self) -> dict[str, Tensor]:
         return {name: cast(Tensor, owner._buffers[attribute]) for name, (owner, attribute) in self._places.items()}
+
+
+def _is_anew(now: Tensor, before: Tensor, rule: Rule | str, used: bool) -> bool:
+    """Whether a table has been made anew: nothing of what was there goes on in it, or into the forward. `used`: the
+    forward has computed with what was there."""
+    if now is before:
+        return False
+    if isinstance(rule, Rule):
+        return not rule.keep
+    same = now.shape == before.shape and now.dtype == before.dtype
+    return not used or not same or torch.equal(now, before)
+
+
+def _sum(group: Group, term: Tensor) -> Tensor:
+    """Sums over `group`; complex numbers as pairs of real ones, which all transports add."""
+    if not term.is_complex():
+        return group.all_reduce(term, purpose="buffers")
+    return torch.view_as_complex(group.all_reduce(torch.view_as_real(term).contiguous(), purpose="buffers"))
 
 
 def _nothing(outputs: Any) -> None:

@@ -14,8 +14,8 @@ from shoal.module.scripted import is_scripted
 
 
 def check_trainable(module: nn.Module) -> None:
-    """Raises UserError for a model that is scripted as a whole, for parameters without a shape, for complex ones, and
-    for two that lie in the same memory."""
+    """Raises UserError for a model that is scripted as a whole, for parameters without a shape, for complex ones, for
+    sparse tensors, and for two parameters that lie in the same memory."""
     if is_scripted(module):
         raise UserError(
             "the model is a module of torch.jit as a whole, which takes no hooks: keep it in a module of your own "
@@ -28,6 +28,13 @@ def check_trainable(module: nn.Module) -> None:
                 f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: "
                 "keep nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under "
                 "bf16 or fp16 of self.w.float()); what is not trained can be a buffer"
+            )
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if each.layout != torch.strided:
+            raise UserError(
+                f"{name} is a sparse tensor, and ranks send and save dense ones: keep its indices and its values "
+                "(x.indices() and x.values() of a coalesced x), and make it of them in the forward "
+                "(torch.sparse_coo_tensor(self.indices, self.values, size))"
             )
     if (pair := _in_one_place(module)) is not None:
         raise UserError(
@@ -51,7 +58,7 @@ def _in_one_place(module: nn.Module) -> tuple[str, str] | None:
     """Returns the names of two parameters that share memory though they are two objects; None if there are none."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, each in module.named_parameters():
-        if each.numel() and each.layout == torch.strided:
+        if each.numel():
             first, end = span_of(each)
             spans.setdefault(storage_of(each), []).append((first * each.itemsize, end * each.itemsize, name))
     for together in spans.values():

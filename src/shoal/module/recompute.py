@@ -36,9 +36,10 @@ from shoal.module.buffer_values import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks, over_budget
 from shoal.module.compiling import observed
 from shoal.module.functional import weights_of
-from shoal.module.late_noise import fills_late
+from shoal.module.late_noise import runs_to_its_end
 from shoal.module.meter import Meter, in_functorch
 from shoal.module.random import host_draws, host_state
+from shoal.module.scripted import is_scripted
 from shoal.module.selective import SAVE, Contexts, keeping
 from shoal.module.selective_graphs import selective_graph
 from shoal.module.stand_in import modules_here
@@ -181,7 +182,8 @@ class _Block:
     def __init__(self, module: nn.Module, again: Sequence[Again]) -> None:
         self.module, self.flag, self.whole = module, False, True
         self._again = again
-        self._own = vars(module).get("forward")  # a forward set on the instance, such as a compiled one
+        # a forward set on the instance, such as a compiled one, or that of torch.jit
+        self._own = module.forward if is_scripted(module) else vars(module).get("forward")
         self._changing: set[str] | None = None  # names of buffers that forwards have changed; None before the first
         self._in_place: set[int] | None = None  # inputs that forwards change; None before the first
 
@@ -195,7 +197,7 @@ class _Block:
         a `graph` that is compiled needs none of."""
         self.flag, self.whole = True, contexts is None
 
-        @wraps(type(self.module).forward)
+        @wraps(self._own or type(self.module).forward)
         def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = self._own or partial(type(module).forward, module)
             if not self.flag or module is not self.module or not torch.is_grad_enabled() or in_functorch():
@@ -217,7 +219,7 @@ class _Block:
                     *given.devices(),
                     use_reentrant=False,
                     context_fn=lambda: both,
-                    early_stop=not fills_late(module),
+                    early_stop=not runs_to_its_end(module),
                 )
             except Exception:
                 failed = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm import Group, wire
 from shoal.errors import UserError
 from shoal.module.compiling import as_written
+from shoal.module.reads import Reads
 from shoal.parallel.axis import StaysHere
+from shoal.pipeline.derivatives import BETWEEN, Derivatives, with_derivatives
 from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
@@ -85,7 +88,8 @@ def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devic
     if stage:
         split.hear(routes.stages[-1].said)
     try:
-        with torch.no_grad(), as_written(), seen.marks, seen.set_apart(), _Unchecked():
+        watching = Reads(seen.marks.read), Derivatives(seen.derived)
+        with torch.no_grad(), as_written(), seen.marks, watching[0], watching[1], seen.set_apart(), _Unchecked():
             result = split.run(stage, seen, run)
             seen.use(result)
             if is_last:
@@ -186,7 +190,7 @@ class _Look(Calls):
         before = attributes(part)
         self.in_a_part = True
         with self.marks.paused():
-            result, beside = self._split.taps.run(unit, part, args, kwargs)
+            result, beside = with_derivatives(partial(self._split.taps.run, unit, part), args, kwargs)
         self.in_a_part = False
         call, behind = self.count(unit), left(part, before)
         travels = self._stage < max(self._split.stages)
@@ -241,6 +245,10 @@ class _Look(Calls):
         self._split.taps.replay(unit, beside)
         put(self._split.units[unit].module, behind)
         return result
+
+    def derived(self) -> None:
+        if not self.in_a_part:
+            raise _Unfit(BETWEEN)
 
     def changed(self) -> frozenset[Value]:
         return frozenset(value for value, tensor, version in self._own if tensor._version != version)

@@ -56,10 +56,17 @@ class Marks(TorchDispatchMode):
     def paused(self) -> Iterator[None]:
         """Switches tracking off in the context."""
         self.__exit__(None, None, None)
+        self._is_paused = True
         try:
             yield
         finally:
+            self._is_paused = False
             self.__enter__()
+
+    def read(self, tensor: Tensor, how: str) -> None:
+        """Sees values that the model takes out of a tensor by no operation (see module.reads)."""
+        if not self._is_paused and self.of(tensor):
+            raise self._refusal(READS)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,6 +15,7 @@ from shoal.chunks import Gather
 from shoal.comm.ledger import Ledger
 from shoal.data import Batch
 from shoal.device import keep_generators, to_device
+from shoal.errors import UserError
 from shoal.exchange.rows import ByRows, as_rows
 from shoal.module.attributes import attributes_put_back
 from shoal.module.compiling import as_written, branching
@@ -24,6 +25,13 @@ from shoal.training.effects import Effects
 from shoal.training.intact import Intact
 from shoal.training.loss import Loss, Sums, sums_of
 from shoal.training.resident import Resident
+
+BY_FUNCTIONS = (
+    "the forward takes derivatives by torch.func (grad, vjp, jacrev, hessian), of which torch has none where it is "
+    "seen what backward keeps, as under plan.memory and plan.zero = 3: take a plan without them, or "
+    "torch.autograd.grad in the forward"
+)
+"""What is said where torch.func meets hooks on saved tensors."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,8 @@ class Forward:
             with self.keyed():
                 yield
         except Exception as error:
+            if "saved tensor hooks" in str(error):
+                raise UserError(BY_FUNCTIONS) from error
             shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
             error.add_note(f"in step {batch.step}, microbatch {index + 1} of {number} on this rank: {shapes}")
             if self.embeddings and "sparse" in str(error).lower():

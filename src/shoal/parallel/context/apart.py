@@ -3,6 +3,7 @@ of tokens stay as they are where other tokens change."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm import Group
 from shoal.errors import UserError
@@ -81,7 +83,7 @@ class Apart:
             )
 
     def _run(self, run: Run, microbatch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        with self._on():
+        with self._on(), _Stirred():
             run({key: value.clone() for key, value in microbatch.items()})
             return self._results, self._joined
 
@@ -92,6 +94,30 @@ class Apart:
             yield
         finally:
             self.is_on = False
+
+
+class _Stirred(TorchDispatchMode):
+    """Gives operations other numbers for trained weights that are all one: what begins as nothing (a gate of zeros, a
+    mix of one) would not show what it lets through once it is trained."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(nn.Parameter, _stirred, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _stirred(weight: Tensor) -> Tensor:
+    """Returns a weight, or one like it where it is a single number: the same each time."""
+    if not (weight.requires_grad and weight.is_floating_point() and weight.numel()):
+        return weight
+    least, most = torch.aminmax(weight.detach())
+    if least != most:
+        return weight
+    draw = torch.Generator().manual_seed(zlib.crc32(repr(weight.shape).encode()))
+    if weight.dim() > 1:
+        noise = torch.randn(weight.shape, generator=draw) / weight.shape[1:].numel() ** 0.5
+    else:
+        noise = 0.5 + torch.rand(weight.shape, generator=draw)  # there may be a root or a logarithm of it
+    return weight.detach() + noise.to(weight)
 
 
 def _other(ids: Tensor, places: list[int]) -> Tensor:

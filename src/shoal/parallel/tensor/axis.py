@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from traceback import walk_tb
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.comm import World
 from shoal.comm.silent import Silent
-from shoal.errors import UserError
+from shoal.errors import ShoalError, UserError
 from shoal.mesh import Mesh
 from shoal.module.build import Built
 from shoal.parallel.axis import Axis, Remembers, in_order, together
@@ -68,9 +71,29 @@ class TensorParallel(Axis):
             return None
 
         self._weights = WeightsInLoss(module, why, "plan.tp = 1")
+        self._names = {id(each): name for name, each in module.named_modules()}
 
-    def around_loss(self) -> AbstractContextManager[None]:
-        return self._weights.looking()
+    @contextmanager
+    def around_loss(self) -> Iterator[None]:
+        """Raises UserError for a forward that fails where layers were cut as the graph of another one shows."""
+        with self._weights.looking():
+            try:
+                yield
+            except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                if self._found is None or isinstance(error, ShoalError | torch.OutOfMemoryError):
+                    raise
+                raise UserError(self._what_fails(error)) from error
+
+    def _what_fails(self, error: Exception) -> str:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        name = next((self._names[id(each)] for each in reversed([*owners]) if id(each) in self._names), "")
+        pattern = ".".join(filter(None, (re.sub(r"(?<![^.])\d+(?![^.])", "*", name), "**")))
+        return (
+            f"plan.tp = {self.size}: {name or 'the model'} fails ({type(error).__name__}: {first}). Where one process "
+            "can run it, it computes with a size that the inputs on which its layers were cut have not shown: keep "
+            f'them whole (Engine(tensor_rules={{"{pattern}": "whole"}})), or take plan.tp = 1'
+        )
 
     def why_no_hook(self, layout: Layout | None) -> str | None:
         if layout is not None and not layout.alike:

@@ -8,10 +8,12 @@ stays whole.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,23 +73,32 @@ class Ran:
     parameters: dict[str, Tensor | None]
 
 
-def differs(unit: Unit, region: Region, cutter: Cutter) -> str:
+def differs(unit: Unit, region: Region, cutter: Cutter, keeps_numbers: bool) -> str:
     """Runs `unit` whole and cut, on all ranks of `region`; returns what differs, the same on all, "" if nothing does.
 
-    Collective. A module that fails only where it is cut differs; one that does not run on random inputs is not judged.
+    Collective. A module that fails only where it is cut differs. One that does not run whole, whatever it is tried on,
+    is not judged, unless it `keeps_numbers` that are others on a rank: what it does with them no shape shows.
     """
     module, seed = unit.call.module, zlib.crc32(unit.signature.encode())
-    dtype = torch.float64 if sum(each.numel() for each in module.parameters()) <= _WIDE else torch.float32
-    draw, whole = torch.Generator().manual_seed(seed), _copy(module)
-    _fill(whole, draw, dtype)
-    given = tree_map_only(Tensor, lambda each: _drawn(each, draw, dtype), (unit.call.args, unit.call.kwargs))
-    try:
-        wanted = _run(whole, given, None, unit, seed)
-    except Exception:  # whatever a module raises on inputs that it was not made for
-        return ""
-    if not all(each.isfinite().all() for each in wanted.results):
-        return ""
-    cut, layouts = cutter(unit.call.name, Built(_copy(module), lambda key, tensor: tensor, "given"), region)
+    dtypes = [torch.float64] if sum(each.numel() for each in module.parameters()) <= _WIDE else []
+    for dtype, positive in itertools.product((*dtypes, torch.float32), (False, True)):
+        draw, whole = torch.Generator().manual_seed(seed), _copy(module)
+        _fill(whole, draw, dtype, positive)
+        drawn = partial(_drawn, draw=draw, dtype=dtype)
+        given = tree_map_only(Tensor, drawn, (unit.call.args, unit.call.kwargs))
+        try:
+            wanted = _run(whole, given, None, unit, seed)
+        except Exception:  # whatever a module raises on inputs that it was not made for
+            continue
+        if all(each.isfinite().all() for each in wanted.results):
+            return _compared(unit, region, cutter, whole, given, wanted)
+    return f"{unit.call.name or 'the model'} does not run on what it could be tried on" if keeps_numbers else ""
+
+
+def _compared(unit: Unit, region: Region, cutter: Cutter, whole: nn.Module, given: Any, wanted: Ran) -> str:
+    """Runs `unit` with the parts of the values of `whole`, which has given what is `wanted`; returns what differs."""
+    seed = zlib.crc32(unit.signature.encode())
+    cut, layouts = cutter(unit.call.name, Built(_copy(unit.call.module), lambda key, tensor: tensor, "given"), region)
     _take_parts(cut, whole, layouts)
     try:
         worst, what = _worst(wanted, _run(cut, given, region, unit, seed), unit, layouts, region)
@@ -108,14 +119,16 @@ def _copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _fill(module: nn.Module, draw: torch.Generator, dtype: torch.dtype) -> None:
-    """Gives the parameters and buffers of a copy values of its own, small enough that nothing overflows."""
+def _fill(module: nn.Module, draw: torch.Generator, dtype: torch.dtype, positive: bool) -> None:
+    """Gives the parameters and buffers of a copy values of its own, small enough that nothing overflows; `positive`
+    ones, of which there are roots and logarithms."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for key, each in owner._parameters.items():
             if each is not None and id(each) not in made:
                 value = torch.randn(each.shape, generator=draw, dtype=dtype)
                 value = value / max(1, each.shape[1:].numel()) ** 0.5 if each.dim() > 1 else 1 + value / 4
+                value = value.abs() if positive else value
                 made[id(each)] = nn.Parameter(value, requires_grad=each.requires_grad)
             if each is not None:
                 owner._parameters[key] = made[id(each)]

@@ -139,7 +139,7 @@ def _unconfirmed(
     for unit, atoms in units:
         key = f"{unit.signature} {found.within(unit.call.name)}"
         if key not in verdicts:
-            verdicts[key] = differs(unit, region, cutter)
+            verdicts[key] = differs(unit, region, cutter, any(found.within(unit.call.name).patches.values()))
         wrong |= dict.fromkeys(atoms, verdicts[key]) if verdicts[key] else {}
     return wrong
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shoal.module.attributes import contents_put_back
 from shoal.module.grouped import called
 from shoal.module.kept_outside import forgetting, nothing_kept_outside
 from shoal.module.random import host_draws
@@ -152,6 +153,7 @@ def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
+        stack.enter_context(contents_put_back(module))
         stack.enter_context(nothing_kept_outside(module))
         stack.enter_context(values_unchecked())
         for each in module.modules():
