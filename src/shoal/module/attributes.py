@@ -164,8 +164,9 @@ def attributes_put_back(root: nn.Module) -> Iterator[None]:
         (table, name, value)
         for table, _, _ in owners
         for name, value in table.items()
-        if type(value) in _PLAIN or type(value) in _HOLDERS or _has_memory(value, weights)
+        if type(value) in _PLAIN or _has_memory(value, weights)
     ]
+    before += [(table, *each) for table, _, _ in owners for each in holders(table)]
     kept = [each for *_, value in before for each in tree_leaves(value) if _has_memory(each, weights)]
     values = [(each, each.detach().clone()) for each in kept]
     with contents_put_back(root):

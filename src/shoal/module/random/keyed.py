@@ -236,6 +236,11 @@ class Randomness:
         module.register_forward_hook(leave)
 
 
+class _Keys(list[Tensor]):
+    """The keys of a layer's calls, in a list of its own kind: it is none of those that a model keeps tensors in
+    (module/attributes), which are watched and put back."""
+
+
 class KeyedDropout(nn.Dropout):
     """A dropout layer that uses `Randomness.drop`, keyed by the layer's name and the index of its call in the
     microbatch."""
@@ -244,7 +249,7 @@ class KeyedDropout(nn.Dropout):
         """Sets the layer's name, and where draws come from."""
         self.calls = self.forward_calls = 0
         self._name, self._randomness = name, randomness
-        self._keys = [torch.tensor(name_key(f"{name}#0"), device=randomness.device)]
+        self._keys = _Keys([torch.tensor(name_key(f"{name}#0"), device=randomness.device)])
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
