@@ -206,3 +206,48 @@ class Reads(nn.Module):
 
 def test_what_is_only_read_of_a_layer_is_no_use_of_it() -> None:
     assert [unit.name for unit in units_of(Reads())] == ["first", "layers.0.en", "layers.1.en", "last"]
+
+
+class Rescales(nn.Module):
+    """Looks through its blocks before it looks up what goes into them, as RWKV does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.words = nn.Embedding(4, 4)
+
+    def rescale(self) -> None:
+        for block in self.blocks:
+            block.weight.data.mul_(2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.training:
+            self.rescale()
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_method_whose_result_nobody_takes_is_not_the_first_use() -> None:
+    assert [unit.name for unit in units_of(Rescales())] == ["words", "blocks.0", "blocks.1"]
+
+
+class OfDicts(nn.Module):
+    """Blocks without a forward of their own, whose layers are called in another order than they are made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({key: nn.Linear(4, 4) for key in ("attend", "mix", "norm", "odd")}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block["mix"](block["norm"](block["attend"](x)))
+        return x
+
+
+def test_dicts_in_a_list_hold_their_layers_in_the_order_of_the_loop() -> None:
+    names = [f"blocks.{at}.{key}" for at in range(2) for key in ("attend", "norm", "mix", "odd")]
+    assert [unit.name for unit in units_of(OfDicts())] == names

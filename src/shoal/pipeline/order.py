@@ -34,17 +34,22 @@ def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     names = [name for name, _ in children]
     uses = _Uses(type(module), set(names))
     uses.follow("forward")
+    uses.follow_aside()
     place, last = dict[str, int](), -1
     for name in names:
         last = place[name] = uses.found.index(name) if name in uses.found else last
-    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses.beside, uses.backwards)
+    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses.beside, uses.backwards, uses.keys)
 
 
 def _in_turn(
-    children: Sequence[tuple[str, nn.Module]], beside: Sequence[Sequence[str]], backwards: Mapping[str, bool]
+    children: Sequence[tuple[str, nn.Module]],
+    beside: Sequence[Sequence[str]],
+    backwards: Mapping[str, bool],
+    keys: Mapping[str, Sequence[str]],
 ) -> list[tuple[str, nn.Module]]:
     """Returns `children` with the items of lists that are `beside` each other in turn, where the first list was, and
-    the items of those that a loop goes through `backwards` from the last one on."""
+    the items of those that a loop goes through `backwards` from the last one on; of dicts in a list what they hold, in
+    the order of the `keys` by which a loop takes it."""
     lists = {name: list(child.named_children()) for name, child in children if isinstance(child, nn.ModuleList)}
     turned = [name for name in lists if backwards.get(name)]
     for name in turned:
@@ -54,7 +59,7 @@ def _in_turn(
         names = [name for name in each if name in lists and name not in groups]
         if len(names) > 1:
             groups.update(dict.fromkeys(names, names))
-    for name in turned:
+    for name in (*turned, *(each for each in keys if each in lists)):
         groups.setdefault(name, [name])
     found: list[tuple[str, nn.Module]] = []
     given = set[str]()
@@ -63,9 +68,18 @@ def _in_turn(
             found.append((name, child))
         elif name not in given:
             given |= set(groups[name])
-            items = [[(f"{each}.{key}", item) for key, item in lists[each]] for each in groups[name]]
-            found += [item for turn in zip_longest(*items) for item in turn if item is not None]
+            items = [[(each, f"{each}.{key}", item) for key, item in lists[each]] for each in groups[name]]
+            turns = (item for turn in zip_longest(*items) for item in turn if item is not None)
+            found += [each for of, key, item in turns for each in _held(key, item, keys.get(of, ()))]
     return found
+
+
+def _held(name: str, item: nn.Module, keys: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Returns an item of a list, or of a dict what it holds: what is under `keys` in their order, then the rest."""
+    if not isinstance(item, nn.ModuleDict) or not keys:
+        return [(name, item)]
+    order = [*(key for key in keys if key in item), *(key for key in item if key not in keys)]
+    return [(f"{name}.{key}", item[key]) for key in order]
 
 
 class _Uses(ast.NodeVisitor):
@@ -75,7 +89,8 @@ class _Uses(ast.NodeVisitor):
 
     The target of a call comes after its arguments. What an `if` does that ends with a return (adapters without prompts)
     and what comes behind it are two ways through a method: a child that only the second uses comes before those that it
-    uses later, also before those of the first.
+    uses later, also before those of the first. A method whose result nobody takes (which scales weights before layers
+    run) comes last.
     """
 
     def __init__(self, of: type, names: set[str]) -> None:
@@ -88,6 +103,8 @@ class _Uses(ast.NodeVisitor):
         self._items: dict[str, str] = {}  # the list of which a variable of the loops around is an item
         self._variables: dict[str, bool] = {}  # of the loops around, and whether they go down
         self._turn: list[str] = []  # the lists of which the loop has used an item
+        self.keys: dict[str, list[str]] = {}  # of lists of dicts, those that a loop takes of an item
+        self._aside: list[str] = []  # methods whose results nobody takes
         self._ends: list[tuple[int, list[str]]] = []  # of the method: how many were found before an `if`, and its own
 
     def follow(self, method: str, among: Sequence[type] | None = None) -> None:
@@ -111,6 +128,19 @@ class _Uses(ast.NodeVisitor):
                 self.visit(statement)
             self._merge()
             self._self, self._behind, self._ends = before
+
+    def follow_aside(self) -> None:
+        for method in self._aside:
+            self.follow(method)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        method = self._of_self(node.value.func) if isinstance(node.value, ast.Call) else None
+        if method is None or method in self._names:
+            self.generic_visit(node)
+            return
+        for argument in (*node.value.args, *node.value.keywords):  # type: ignore[attr-defined]
+            self.visit(argument)
+        self._aside.append(method)
 
     def _merge(self) -> None:
         """Puts back what was found in ways that ended."""
@@ -176,6 +206,9 @@ class _Uses(ast.NodeVisitor):
     def visit_Subscript(self, node: ast.Subscript) -> None:
         self.generic_visit(node)
         name = self._of_self(node.value)
+        if isinstance(node.value, ast.Name) and node.value.id in self._items and isinstance(node.slice, ast.Constant):
+            keys = self.keys.setdefault(self._items[node.value.id], [])
+            keys += [node.slice.value] if isinstance(node.slice.value, str) and node.slice.value not in keys else []
         inside = [each.id for each in ast.walk(node.slice) if isinstance(each, ast.Name) and each.id in self._variables]
         if name and inside:
             self._turn.append(name)
