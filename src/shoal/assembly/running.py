@@ -18,7 +18,7 @@ from shoal.assembly.batches import batches
 from shoal.assembly.changing import Changing
 from shoal.assembly.own_loops import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
-from shoal.assembly.verify import check_verify, held
+from shoal.assembly.verify import held
 from shoal.comm import World
 from shoal.data import BalancedCursor, Batch, Cursor, ElasticSampler
 from shoal.data.loader import Order
@@ -32,7 +32,7 @@ from shoal.training.norms import whole_gradients
 from shoal.training.objective import Objective
 from shoal.training.result import StepResult
 from shoal.training.step import StepRunner
-from shoal.training.vote import Vote, vote
+from shoal.training.vote import Vote, check_verify, vote
 
 T = TypeVar("T")
 

@@ -13,24 +13,7 @@ from shoal.assembly.trainer import Trainer
 from shoal.checkpoint.state import buffers
 from shoal.chunks import Chunk
 from shoal.comm import Group
-from shoal.errors import UserError
-from shoal.exchange import Algorithm
-from shoal.plan import Plan
 from shoal.training.vote import Held
-
-
-def check_verify(plan: Plan, exchange: Algorithm, flushes: bool) -> None:
-    """Raises UserError where replicas need not hold the same between steps."""
-    if exchange.trains_apart or exchange.own_optimizers:
-        raise UserError(
-            f"under plan.exchange = {plan.exchange!r} replicas differ on purpose, so they cannot be compared: leave "
-            "out run.verify_every (engine.verify), or take an exchange that keeps them equal"
-        )
-    if not flushes:
-        raise UserError(
-            f"under plan.schedule = {plan.schedule!r} updates are always under way, so replicas cannot be compared: "
-            "leave out run.verify_every (engine.verify), or take a schedule with a flush"
-        )
 
 
 def held(local: Local, memory: Memory, trainer: Trainer) -> Iterator[Held]:

@@ -21,7 +21,6 @@ from shoal.assembly.compatibility import (
     check_no_flush,
     check_recompute,
 )
-from shoal.assembly.verify import check_verify
 from shoal.chunks import Budget, budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
@@ -39,6 +38,7 @@ from shoal.planner.memory import MemoryNeed, may_stream, memory_need
 from shoal.planner.recording import Recording
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
+from shoal.training.vote import check_verify
 
 BUDGET, GPU, HOST, DISK = "plan.memory.device", "GPU memory", "host memory", "plan.memory.disk"
 AT_HOME = "plan.memory.host"

@@ -16,7 +16,23 @@ from torch import Tensor
 
 from shoal.comm import Group
 from shoal.comm.digest import combined
-from shoal.errors import CorruptionError, LaunchError
+from shoal.errors import CorruptionError, LaunchError, UserError
+from shoal.exchange import Algorithm
+from shoal.plan import Plan
+
+
+def check_verify(plan: Plan, exchange: Algorithm, flushes: bool) -> None:
+    """Raises UserError where replicas need not hold the same between steps."""
+    if exchange.trains_apart or exchange.own_optimizers:
+        raise UserError(
+            f"under plan.exchange = {plan.exchange!r} replicas differ on purpose, so they cannot be compared: leave "
+            "out run.verify_every (engine.verify), or take an exchange that keeps them equal"
+        )
+    if not flushes:
+        raise UserError(
+            f"under plan.schedule = {plan.schedule!r} updates are always under way, so replicas cannot be compared: "
+            "leave out run.verify_every (engine.verify), or take a schedule with a flush"
+        )
 
 
 @dataclass(frozen=True)
