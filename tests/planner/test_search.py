@@ -27,6 +27,7 @@ from shoal.planner.explain import (
     within_budget,
 )
 from shoal.planner.pipes import Pace, cut, fill, simulated
+from shoal.planner.profile import Cut
 from shoal.planner.search import Search, search
 from shoal.planner.task import Task
 from shoal.training.microbatches import largest_share
@@ -433,3 +434,26 @@ def test_an_error_may_have_one_win_that_is_not_among_the_five_best() -> None:
     assert fragile(chosen, [*near, other]) == {"compute": 7, "copies": 7}
     told = replace(explain(task(), best, (), margins=False), fragile={"compute": 7})
     assert shown(told) == 7 and shown(replace(told, fragile={})) == 5
+
+
+def test_a_rank_with_more_weights_ends_last_and_what_is_sent_is_of_the_one_that_works_longest() -> None:
+    """The first of two stages has a large embedding, the second one the head that it waits for: their step ends with
+    the exchange of the first, and the bytes are of the rank that `plan --compare` looks at."""
+    parts = model().parts
+    first = replace(parts[0], weights=Cut(400e6, {}), trained=Cut(400e6, {}))
+    asked = Search(
+        task(
+            replace(model(), parts=(first, *parts[1:])),
+            cluster(hosts=2, count=2, memory=64 * GIB),
+            schedules=(("1f1b", 1),),
+            pins={"pp": 2, "dp": 2, "zero": 0},
+        )
+    )
+    choice = next(each for spread in asked.spreads() for each in asked.choices(spread))
+    begun = asked.looked(choice)
+    sizes = [each.trained for each in begun.lane.cuts.sizes]
+    estimate = asked.finished(begun)
+    alone = asked._beside(begun, 1)
+    assert begun.slow == 1 and sizes[0] > 10 * sizes[1]
+    assert estimate.wire["copies"] == 4 * sizes[1]  # of two copies each sends half of float32 twice
+    assert estimate.terms["copies"] + estimate.terms["optimizer"] > 2 * alone.seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +96,11 @@ def share_starts(number: int, shares: tuple[float, ...]) -> tuple[int, ...]:
         each[rank] += 1
         heapreplace(waiting, ((each[rank] + 1) / weights[rank], rank))
     return (0, *accumulate(each))
+
+
+def in_shares(number: int, shares: tuple[float, ...]) -> list[int]:
+    """Returns how many of `number` things each rank has (see `share_starts`)."""
+    return [end - start for start, end in pairwise(share_starts(number, shares))]
 
 
 def permute(positions: NDArray[np.uint64], size: int, key: tuple[int | str, ...]) -> NDArray[np.uint64]:

@@ -195,12 +195,8 @@ def contents_put_back(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for each, content in before:
-            if isinstance(each, dict):
-                each.clear()
-                each.update(content)
-            else:
-                each.clear()
-                each.extend(content)
+            each.clear()
+            each.update(content) if isinstance(each, dict) else each.extend(content)
 
 
 def _nested(value: Any) -> Iterator[Any]:

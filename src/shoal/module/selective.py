@@ -61,10 +61,11 @@ def _selective_contexts(saved: frozenset[Any]) -> Contexts:
     backward in two halves (see pipeline.split_backward), or one that keeps its graph, repeats the forward twice."""
     writes = _Writes()
 
-    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # were attention kept that draws its dropout, what draws after it would draw in backward what it drew
         keeps = operation in saved and not dropout_of(operation, args, kwargs)
-        writes.follow(operation, args, kwargs)
+        if not context.is_recompute:
+            writes.follow(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(policy)

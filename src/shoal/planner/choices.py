@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from shoal.assembly.compatibility import check_exchange
+from shoal.data.cursor import in_shares
 from shoal.errors import UserError
 from shoal.exchange.named import algorithm
 from shoal.pipeline.units import check_numbers
@@ -18,7 +19,6 @@ from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import FIELDS, Spread, degrees
 from shoal.planner.estimates import Estimates
 from shoal.planner.policies import keeps_operations
-from shoal.planner.replicas import in_shares
 from shoal.planner.task import EXACT, Choice, Offload, Task
 
 WAITING = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -4,9 +4,8 @@ stage, in the least time (see knapsack). What is chosen is timed by its schedule
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 
 from shoal.module.chosen_blocks import as_ranges
 from shoal.plan import Option
@@ -26,8 +25,8 @@ from shoal.planner.timed import timing
 @dataclass(frozen=True)
 class Begun:
     """What is known of a choice whose stages treat their blocks as `counts` say, before it is priced: the `terms` that
-    do not depend on what copies of the model share; the deal, the seconds of all stages, and the rank of the pipeline
-    that others wait for."""
+    do not depend on what copies of the model share; the deal, the seconds of all stages, the rank of the pipeline that
+    others wait for, and what the rank holds whose device is fullest."""
 
     choice: Choice
     counts: list[Counts]
@@ -36,12 +35,7 @@ class Begun:
     deal: Dealt
     stages: tuple[Pace, ...]
     slow: int
-    holds: Callable[[], Held]
-
-    @cached_property
-    def fullest(self) -> Held:
-        """What the rank holds whose device is fullest: who is slow is not asked for it."""
-        return self.holds()
+    fullest: Held
 
 
 @dataclass(frozen=True)
@@ -75,9 +69,9 @@ class Estimates(Recomputed):
         return self.finished(self.looked(choice))
 
     def freer(self, begun: Begun) -> Iterator[Begun]:
-        """The same choice where stages compute again more than they must, by more and more: what is at home on the host
-        may stay on the device then, which moves less, and takes less of the host. Nothing where a pin, or the choice,
-        says what is computed again."""
+        """Yields the same choice where stages compute again more than they must, by more and more: what is at home on
+        the host may stay on the device then, which moves less, and takes less of the host. Nothing where a pin, or the
+        choice, says what is computed again."""
         for counts in self.more(begun.choice, begun.lane, begun.deal.most, begun.counts):
             yield self.begun(begun.choice, counts)
 
@@ -140,18 +134,16 @@ class Estimates(Recomputed):
         """Finds of `choice` what says whether it fits, and which seconds it is not below."""
         lane = self.lane(choice)
         terms, deal, stages, slow = self._in_lane(choice, lane, counts, self._meets(choice))
-        return Begun(
-            choice, counts, lane, terms, deal, stages, slow, partial(self._fullest, choice, lane, counts, deal.most)
-        )
+        return Begun(choice, counts, lane, terms, deal, stages, slow, self._fullest(choice, lane, counts, deal.most))
 
     def finished(self, begun: Begun) -> Estimate:
         """What a choice takes and holds."""
         choice, counts, lane, deal, fullest = begun.choice, begun.counts, begun.lane, begun.deal, begun.fullest
         stages, slow, number = begun.stages, begun.slow, deal.number
         ranks, terms = choice.spread.stages, dict(begun.terms)
-        last = self._last(begun)
+        own = self._beside(begun, slow)
+        last, wire = self._last(begun, own), dict(own.wire)
         terms |= {"copies": last.copies, "offload": last.offload, "optimizer": last.optimizer}
-        wire = last.wire
         for place in range(slow, len(stages), ranks) if lane.recomputes(counts) else ():
             _add(wire, self._sent_again(choice, lane, place, counts[place]), number * (1 + stages[place].parted))
         if ranks > 1:
@@ -170,11 +162,10 @@ class Estimates(Recomputed):
             chosen, terms, device, host, disk, wire, number, again, stages, forward=forward, moving=last.moving
         )
 
-    def _last(self, begun: Begun) -> Beside:
-        """What the rank of a pipeline that ends last does beside computing: the one that others wait for, or one with
-        more weights, which has their exchange and update before it when its last backward has ended; that of a later
-        stage ends as much before that of the first one as those between take."""
-        found = self._beside(begun, begun.slow)
+    def _last(self, begun: Begun, found: Beside) -> Beside:
+        """What the rank of a pipeline that ends last does beside computing: the one that others wait for (`found`), or
+        one with more weights, which has their exchange and update before it when its last backward has ended; that of
+        a later stage ends as much before that of the first one as those between take."""
         lane, trained = begun.lane, self._own(begun.choice.spread, begun.lane.stages, begun.slow).trained
         for rank, *_ in lane.cuts.alike:
             if self._own(begun.choice.spread, lane.stages, rank).trained > trained:
@@ -232,7 +223,7 @@ class Estimates(Recomputed):
         else:
             kept, whole = self._plain(*timing(choice), most)[rank], 0.0
         stays = choice.on_device
-        device = {**self._stands(choice, rank)[0], "activations": stays * kept + whole}
+        device = {**self._stands(choice, rank).by_role, "activations": stays * kept + whole}
         own = self._own(choice.spread, lane.stages, rank)
         return held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from shoal.assembly.compatibility import Exchange
-from shoal.data.cursor import share_starts
+from shoal.data.cursor import in_shares
 from shoal.exchange.named import algorithm
 from shoal.plan import Plan
 from shoal.planner.costs import Prices
@@ -97,11 +96,6 @@ def dealt(
 
 def _seconds(number: int, pace: tuple[float, float]) -> float:
     return number * pace[0] + pace[1] if number else 0.0
-
-
-def in_shares(number: int, shares: tuple[float, ...]) -> list[int]:
-    """How many of `number` each replica has, where they are dealt in the ratio of `shares`."""
-    return [end - start for start, end in pairwise(share_starts(number, shares))]
 
 
 def _fastest(number: int, paces: Sequence[tuple[float, float]], kinds: Sequence[int]) -> list[int]:

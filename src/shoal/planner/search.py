@@ -142,14 +142,14 @@ class Search(Choices):
         """Keeps an estimate where it is of the best, and faster than the one of the same number."""
         if (seconds := self.rank(estimate)) >= self._worst:
             return
-        same = [each for each in self._best if each[1] == -number]
-        if same and -same[0][0] <= seconds:
-            return
-        for each in same:
-            self._best.remove(each)
-        heapq.heapify(self._best)
-        entry = (-seconds, -number, estimate)
-        (heapq.heappush if len(self._best) < BEST else heapq.heapreplace)(self._best, entry)
+        if same := next((each for each in self._best if each[1] == -number), None):
+            if -same[0] <= seconds:
+                return
+            self._best.remove(same)
+            heapq.heapify(self._best)
+        heapq.heappush(self._best, (-seconds, -number, estimate))
+        if len(self._best) > BEST:
+            heapq.heappop(self._best)
 
     def _compute_more(self) -> None:
         """Looks at choices of which more is computed again than must be: weights and state may stay then, which moves
@@ -182,7 +182,7 @@ class Search(Choices):
     def _is_full(self, choice: Choice) -> bool:
         """Whether a rank has no room for what stands on its device whatever is computed again."""
         ranks = () if math.isinf(self._worst) else (ranks[0] for ranks in self.lane(choice).cuts.alike)
-        return any(self._stands(choice, rank)[1] > self.most(choice) for rank in ranks)
+        return any(self._stands(choice, rank).bytes > self.most(choice) for rank in ranks)
 
     def _has_room(self, choice: Choice) -> bool:
         """Whether there is room for a choice whose state is at home on the host, as far as can be told before it is
@@ -198,8 +198,10 @@ class Search(Choices):
     def _fits_somehow(self, begun: Begun) -> bool:
         """Whether a choice fits, if need be with more of it on the device, where the host has not room for it."""
         choice, has = begun.choice, begun.fullest
-        if has.bytes > self.most(choice) or self.fits(choice, has):
-            return has.bytes <= self.most(choice)
+        if has.bytes > self.most(choice):
+            return False
+        if self.fits(choice, has):
+            return True
         may = has.host - self.most(choice) <= self.on_host(choice)
         return may and self.fits(choice, self.freest(begun).fullest)
 

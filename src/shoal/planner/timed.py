@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import mul
+from typing import NamedTuple
 
 from shoal.planner.costs import Prices, Sizes, together
 from shoal.planner.degrees import Spread
@@ -20,6 +21,13 @@ from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
 from shoal.planner.task import EXACT, Choice, Offload, Task
 from shoal.planner.temporaries import Lives
+
+
+class Standing(NamedTuple):
+    """Bytes that stand on the device of a rank, whatever is under way: by role, and in all."""
+
+    by_role: dict[str, float]
+    bytes: float
 
 
 class Timed:
@@ -95,21 +103,20 @@ class Timed:
         ranks = choice.spread.stages
         return under_way(choice.schedule, ranks, number, choice.chunks)[rank] if ranks > 1 else (1,)
 
-    def _stands(self, choice: Choice, rank: int) -> tuple[dict[str, float], float]:
-        """Bytes by role that stand on the device of a rank, and in all."""
+    def _stands(self, choice: Choice, rank: int) -> Standing:
         away = None if choice.offload is None else choice.offload.activations
         return self._standing(choice.spread, choice.microbatch, choice.chunks, choice.zero, choice.shard, away, rank)
 
     @once
     def _standing(
         self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, away: float | None, rank: int
-    ) -> tuple[dict[str, float], float]:
+    ) -> Standing:
         asked = spread, rows, chunks, zero, shard
         found = self._standing_with(*asked, away and 0.0, rank)
         if away:  # in between no more than the line between them
             key, alone = "temporaries", self._standing_with(*asked, 1.0, rank)
             found = {**found, key: (1 - away) * found[key] + away * alone[key]}
-        return found, math.fsum(found.values())
+        return Standing(found, math.fsum(found.values()))
 
     @once
     def _standing_with(

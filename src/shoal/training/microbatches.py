@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shoal.comm import Group
-from shoal.data.cursor import share_starts
+from shoal.data.cursor import in_shares, share_starts
 from shoal.errors import ArgumentError
 from shoal.models.moe import Router
 from shoal.module.batchnorm import has_batch_statistics
@@ -110,8 +110,7 @@ def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int
 
 def largest_share(number: int, plan: Plan) -> int:
     """The most of `number` samples, or microbatches, that a rank of `plan` has."""
-    starts = share_starts(number, tuple(plan.shares) or (1,) * plan.sample_ranks)
-    return max(end - start for start, end in pairwise(starts))
+    return max(in_shares(number, tuple(plan.shares) or (1,) * plan.sample_ranks))
 
 
 def choose_microbatch(given: int | None, global_batch: int, plan: Plan, module: nn.Module, sync_bn: bool) -> int:
