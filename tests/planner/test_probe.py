@@ -291,13 +291,15 @@ def test_rows_that_were_not_timed_take_as_long_each_as_those_did_beyond_the_firs
 
     both = [Ran(1, 5.0, 10.0, 0.0, 0.0), Ran(4, 8.0, 19.0, 0.0, 0.0)]  # 4 s and 1 s a row; 7 s and 3 s
     assert seconds(both, 4)[0] == pytest.approx(8.0)
-    assert seconds(both, 2)[1] == pytest.approx(19 - 2 * 3.5625, rel=1e-4)
+    assert seconds(both, 2) == pytest.approx((6.0, 13.0), rel=1e-4), "on the line between both"
     assert seconds([Ran(1, 5.0, 10.0, 0.0, 0.0), Ran(4, 17.0, 40.0, 0.0, 0.0)], 2) == pytest.approx(
         (9.0, 20.0), rel=1e-4
     )
     assert seconds(both, 8)[0] == pytest.approx(8 + 4 * 1.5), "0.75 of the mean at least"
     assert seconds(both, 16)[1] == pytest.approx(19 + 12 * 3.5625, rel=1e-4)
-    assert seconds([Ran(1, 5.0, 9.0, 0.0, 0.0), Ran(4, 18.5, 36.0, 0.0, 0.0)], 8) == pytest.approx((36.5, 72.0))
+    assert seconds([Ran(1, 5.0, 9.0, 0.0, 0.0), Ran(4, 18.5, 36.0, 0.0, 0.0)], 8) == pytest.approx(
+        (36.5, 72.0), rel=1e-4
+    )
     assert seconds([*both, Ran(16, 8.0, 8.0, 0.0, 0.0)], 32)[0] == pytest.approx(8 + 16 * 0.375)
 
 

@@ -157,8 +157,8 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> 
 MORE = 2, 4, 16
 """Times as many rows as the most that were timed, for which it is told what they would take."""
 EACH = 0.75
-"""The share at least of a row's forward and backward that comes with each row, and not once with all: that is the
-difference of two times."""
+"""The share at least of a row's forward and backward that comes with each of these more rows, and not once with all:
+that is the difference of two times."""
 
 
 def _others(ran: Sequence[Ran], most: int) -> list[Ran]:
@@ -168,20 +168,22 @@ def _others(ran: Sequence[Ran], most: int) -> list[Ran]:
     found = []
     for one, last in pairwise(sorted(ran)):
         if 2 * one.rows < last.rows:
-            found.append(_at(2 * one.rows, one, last))
+            found.append(_at(2 * one.rows, one, last, 0.0))
     if len(ran) > 1:
-        found += [_at(rows, one, last) for times in MORE if (rows := times * last.rows) <= most]
+        found += [_at(rows, one, last, EACH) for times in MORE if (rows := times * last.rows) <= most]
     return found
 
 
-def _at(rows: int, one: Ran, last: Ran) -> Ran:
+def _at(rows: int, one: Ran, last: Ran, least: float) -> Ran:
+    """What so many rows would take; `least`: see EACH."""
+
     def of(before: float, took: float, least: float) -> float:
         mean, more = took / last.rows, (took - before) / (last.rows - one.rows)
         return took + (rows - last.rows) * min(mean, max(least * mean, more))
 
     ways = zip((one.some, one.full), (last.some, last.full), strict=True)  # hooks of Python come once, and may be all
     again = (of(before, took, 0.0) if before and took else rows / last.rows * took for before, took in ways)
-    return Ran(rows, of(one.forward, last.forward, EACH), of(one.backward, last.backward, EACH), *again)
+    return Ran(rows, of(one.forward, last.forward, least), of(one.backward, last.backward, least), *again)
 
 
 def _tried(rows: int, microbatch: int | None) -> tuple[int, ...]:
