@@ -32,7 +32,7 @@ class Meter:
     """Seconds since the last reading. A reading costs 2 ms, so one that would come within `least` seconds of the last
     is left out: what its test took is part of the next reading."""
 
-    def __init__(self, least: float = 0.1) -> None:
+    def __init__(self, least: float = 0.5) -> None:
         self.least = least
         self._seconds = cpu_seconds()
         self._time = time.monotonic()

@@ -225,6 +225,7 @@ def whole_batches(world, case: str) -> Trace:
     return trace
 
 
+@pytest.mark.matrix
 def test_losses_fall():
     for case in CASES:
         losses = run_ranks(whole_batches, 1, case)[0].losses
