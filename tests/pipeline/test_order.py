@@ -251,3 +251,56 @@ class OfDicts(nn.Module):
 def test_dicts_in_a_list_hold_their_layers_in_the_order_of_the_loop() -> None:
     names = [f"blocks.{at}.{key}" for at in range(2) for key in ("attend", "norm", "mix", "odd")]
     assert [unit.name for unit in units_of(OfDicts())] == names
+
+
+class Once(nn.Module):
+    """Calls beside its blocks in one turn of the loop what comes behind them in the source, and in one that no turn
+    is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.never, self.mix, self.words = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 4)
+
+
+class Enumerated(Once):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            if place == 1 and self.training:
+                x = self.mix(x)
+            if place == 7:
+                x = self.never(x)
+        return x
+
+
+class Ranged(Once):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for place in range(3):
+            x = self.blocks[place](x)
+            if place == 1:
+                x = self.mix(x)
+        return self.never(x)
+
+
+@pytest.mark.parametrize("model", [Enumerated, Ranged])
+def test_what_a_loop_calls_in_one_turn_comes_behind_that_item(model: type[Once]) -> None:
+    names = ["words", "blocks.0", "blocks.1", "mix", "blocks.2", "never"]
+    assert [unit.name for unit in units_of(model())] == names
+
+
+class Table(nn.Module):
+    """Computes with the weight of a layer that it never calls, beside one that it calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.words, self.head = nn.Embedding(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids) + self.positions.weight) + self.head.weight
+
+
+def test_a_layer_that_is_never_called_is_no_part() -> None:
+    assert [unit.name for unit in units_of(Table())] == ["words", "head"]

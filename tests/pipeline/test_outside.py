@@ -131,6 +131,25 @@ class Common(Base):
         return x
 
 
+class Relative(Base):
+    """Blocks are given a table that is never called, as DeBERTa's are its relative positions; a convolution comes
+    behind the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(2, WIDTH)
+        self.shift = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions.weight.sum(0)
+        x = self.first(x)
+        for place, block in enumerate(self.blocks):
+            x = x + block(x * positions)
+            if place == 0 and self.training:
+                x = self.shift(x)
+        return x
+
+
 class Packing(nn.Module):
     """Words of rows of any length, read by an LSTM that gives them packed."""
 
@@ -193,6 +212,12 @@ def test_what_another_stage_has_may_be_looked_at(make: Any, ready: bool, dp: int
     layer that parts of both stages have in common."""
     one = simulate_world(1, trained, make, ready, {})[0]
     assert simulate_world(2 * dp, trained, make, ready, {"pp": 2, "dp": dp})[0] == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_table_that_is_never_called_is_on_every_stage(ready: bool) -> None:
+    one = simulate_world(1, trained, Relative, ready, {})[0]
+    assert simulate_world(2, trained, Relative, ready, {"pp": 2})[0] == pytest.approx(one, rel=1e-6)
 
 
 def test_an_object_that_looks_at_its_tensors_stays_in_the_last_stage() -> None:

@@ -1,5 +1,5 @@
-"""Models with images of `transformers`, which check by values that a row has as many places as there are features: the
-planner, which has no values, leaves that out; forwards do not."""
+"""Models with images of `transformers`, which check by values that a row has as many places as there are features, and
+distributions, which check what they are made of: the planner, which has no values, leaves that out; forwards do not."""
 
 from __future__ import annotations
 
@@ -56,6 +56,25 @@ class Sees(nn.Module):
         return self.out(x)
 
 
+class Codes(nn.Module):
+    """Makes a distribution between its blocks, and gives one, as an autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, image: torch.Tensor) -> torch.distributions.Normal:
+        for block in self.blocks:
+            code = torch.distributions.Normal(block(image), torch.ones_like(image))
+            image = code.mean + code.log_prob(image)
+        return torch.distributions.Normal(image, 1.0)
+
+
+def likelihood(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    found = -model(batch["ids"], batch["image"]).log_prob(batch["image"]).sum()
+    return found, batch["ids"].numel()
+
+
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     logits = model(batch["ids"], batch["image"])
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), reduction="sum"), batch[
@@ -75,14 +94,14 @@ def rows(images: int = 2) -> list[dict[str, torch.Tensor]]:
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def trained(world: Any, pins: dict[str, Any] | None) -> list[float]:
+def trained(world: Any, pins: dict[str, Any] | None, model: Any = Sees, loss: Any = loss) -> list[float]:
     plan = Plan()
     if pins is not None:
         plan, _ = auto_plan(
-            Sees, loss, SGD, rows()[0], global_batch=4, microbatch=2, pins=pins, cluster=HERE, world=world
+            model, loss, SGD, rows()[0], global_batch=4, microbatch=2, pins=pins, cluster=HERE, world=world
         )  # fmt: skip
         assert all(getattr(plan, axis) == degree for axis, degree in pins.items())
-    engine = Engine(Sees, loss, SGD, plan, world=world, global_batch=4, microbatch=2)
+    engine = Engine(model, loss, SGD, plan, world=world, global_batch=4, microbatch=2)
     try:
         return [engine.step(batch).loss for batch in engine.batches(rows(), steps=3)]
     finally:
@@ -95,6 +114,13 @@ def test_a_model_that_checks_values_is_planned_and_trains_alike(axis):
     for each in simulate_world(2, trained, {axis: 2}):
         assert each == pytest.approx(whole, rel=1e-5)
     assert SWITCH not in os.environ
+
+
+def test_a_model_with_distributions_is_planned_and_trains_alike_in_stages():
+    whole = simulate_world(1, trained, None, Codes, likelihood)[0]
+    for each in simulate_world(2, trained, {"pp": 2}, Codes, likelihood):
+        assert each == pytest.approx(whole, rel=1e-5)
+    assert torch.distributions.Distribution._validate_args
 
 
 def test_a_forward_makes_its_checks():

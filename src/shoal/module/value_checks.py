@@ -1,48 +1,63 @@
-"""Checks in models of `transformers` that read values, which fake tensors do not have."""
+"""Checks of `transformers` and of `torch.distributions` that read values, which fake tensors do not have."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-_SWITCH = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+from torch.distributions import Distribution
+
+_NAME = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 """Where set to 1, `torch_compilable_check` of transformers returns at once. Models with images ask it whether a row has
 as many places for them as there are features."""
 
 
-class _Off:
-    """Counts the contexts in which the checks are off, and keeps what the variable was before the first."""
+class _Switch:
+    """A setting of the process that is `off` inside of contexts, of any threads, and behind the last one what it was
+    before the first."""
 
-    def __init__(self) -> None:
-        self._lock, self._number, self._before = threading.Lock(), 0, os.environ.get(_SWITCH)
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], off: Any) -> None:
+        self._lock, self._number, self._before = threading.Lock(), 0, None
+        self._read, self._write, self._off = read, write, off
 
-    def begin(self) -> None:
+    @contextmanager
+    def off(self) -> Iterator[None]:
         with self._lock:
             if not self._number:
-                self._before = os.environ.get(_SWITCH)
-                os.environ[_SWITCH] = "1"
+                self._before = self._read()
+                self._write(self._off)
             self._number += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._number -= 1
-            if self._number:
-                return
-            del os.environ[_SWITCH]
-            if self._before is not None:
-                os.environ[_SWITCH] = self._before
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._number -= 1
+                if not self._number:
+                    self._write(self._before)
 
 
-_off = _Off()
+def _set(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_NAME, None)
+    else:
+        os.environ[_NAME] = value
+
+
+_places = _Switch(lambda: os.environ.get(_NAME), _set, "1")
+_arguments = _Switch(lambda: Distribution._validate_args, Distribution.set_default_validate_args, False)
 
 
 @contextmanager
 def values_unchecked() -> Iterator[None]:
     """Leaves the checks out inside the context, for runs on fake tensors; real forwards make them."""
-    _off.begin()
-    try:
+    with _places.off(), _arguments.off():
         yield
-    finally:
-        _off.end()
+
+
+def distributions_unchecked() -> AbstractContextManager[None]:
+    """Leaves out inside the context what distributions check of their arguments, for stages of a pipeline, in which
+    values that they do not need are NaN."""
+    return _arguments.off()

@@ -7,11 +7,13 @@ import ast
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from torch import nn
+
+from shoal.pipeline.loops import index_of, side_by_side, turn_of
 
 _READS = frozenset(["config", "device", "dtype", "keys", "parameters", "shape", "training"])
 """Attributes of a child that are read without a use of it."""
@@ -30,47 +32,61 @@ def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     of registration. A wrong guess cannot give wrong numbers: a stage that would need what a later one computes is
     refused when the model is first run.
     """
-    children = list(module.named_children())
-    names = [name for name, _ in children]
-    uses = _Uses(type(module), set(names))
+    return _ordered(module, _uses_of(module))
+
+
+def children_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns `children_as_called` without those of which the forward only computes with their weights
+    (`self.relative.weight`), and which it never calls."""
+    uses = _uses_of(module)
+    return [(name, child) for name, child in _ordered(module, uses) if name in uses.called or name not in uses.read]
+
+
+def _uses_of(module: nn.Module) -> _Uses:
+    uses = _Uses(type(module), {name: frozenset(child._parameters) for name, child in module.named_children()})
     uses.follow("forward")
     uses.follow_aside()
+    return uses
+
+
+def _ordered(module: nn.Module, uses: _Uses) -> list[tuple[str, nn.Module]]:
+    children = list(module.named_children())
+    names = [name for name, _ in children]
     place, last = dict[str, int](), -1
     for name in names:
         last = place[name] = uses.found.index(name) if name in uses.found else last
-    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses.beside, uses.backwards, uses.keys)
+    return _in_turn(sorted(children, key=lambda child: place[child[0]]), uses)
 
 
-def _in_turn(
-    children: Sequence[tuple[str, nn.Module]],
-    beside: Sequence[Sequence[str]],
-    backwards: Mapping[str, bool],
-    keys: Mapping[str, Sequence[str]],
-) -> list[tuple[str, nn.Module]]:
+def _in_turn(children: Sequence[tuple[str, nn.Module]], uses: _Uses) -> list[tuple[str, nn.Module]]:
     """Returns `children` with the items of lists that are `beside` each other in turn, where the first list was, and
     the items of those that a loop goes through `backwards` from the last one on; of dicts in a list what they hold, in
-    the order of the `keys` by which a loop takes it."""
+    the order of the `keys` by which a loop takes it; and a child that a loop calls in one turn alone behind the item of
+    that turn."""
     lists = {name: list(child.named_children()) for name, child in children if isinstance(child, nn.ModuleList)}
-    turned = [name for name in lists if backwards.get(name)]
+    turned = [name for name in lists if uses.backwards.get(name)]
     for name in turned:
         lists[name].reverse()
     groups: dict[str, list[str]] = {}
-    for each in beside:
+    for each in uses.beside:
         names = [name for name in each if name in lists and name not in groups]
         if len(names) > 1:
             groups.update(dict.fromkeys(names, names))
-    for name in (*turned, *(each for each in keys if each in lists)):
+    once = {name: at for name, at in uses.once.items() if name not in lists and at[1] < len(lists.get(at[0], ()))}
+    for name in (*turned, *(each for each in uses.keys if each in lists), *(of for of, _ in once.values())):
         groups.setdefault(name, [name])
     found: list[tuple[str, nn.Module]] = []
     given = set[str]()
     for name, child in children:
         if name not in groups:
-            found.append((name, child))
+            found += [] if name in once else [(name, child)]
         elif name not in given:
             given |= set(groups[name])
             items = [[(each, f"{each}.{key}", item) for key, item in lists[each]] for each in groups[name]]
-            turns = (item for turn in zip_longest(*items) for item in turn if item is not None)
-            found += [each for of, key, item in turns for each in _held(key, item, keys.get(of, ()))]
+            for turn, together in enumerate(zip_longest(*items)):
+                here = [item for item in together if item is not None]
+                found += [each for of, key, item in here for each in _held(key, item, uses.keys.get(of, ()))]
+                found += [each for each in children if once.get(each[0]) in [(of, turn) for of in groups[name]]]
     return found
 
 
@@ -83,9 +99,10 @@ def _held(name: str, item: nn.Module, keys: Sequence[str]) -> list[tuple[str, nn
 
 
 class _Uses(ast.NodeVisitor):
-    """Collects in `found` the attributes `names` of self, in the order in which methods of the class `of` use them; in
-    `beside` those of which a loop uses one item after the other, in the order of its body; in `backwards` whether it
-    begins with the last one.
+    """Collects in `found` the attributes of self that are in `weights`, modules by name, in the order in which methods
+    of the class `of` use them; in `read` those of which they take one of their `weights`, in `called` those that they
+    use otherwise; in `beside` those of which a loop uses one item after the other, in the order of its body; in
+    `backwards` whether it begins with the last one; in `once` those that it uses in one turn.
 
     The target of a call comes after its arguments. What an `if` does that ends with a return (adapters without prompts)
     and what comes behind it are two ways through a method: a child that only the second uses comes before those that it
@@ -93,16 +110,19 @@ class _Uses(ast.NodeVisitor):
     run) comes last.
     """
 
-    def __init__(self, of: type, names: set[str]) -> None:
-        self._names, self._followed = names, set[tuple[type, str]]()
+    def __init__(self, of: type, weights: Mapping[str, Collection[str]]) -> None:
+        self._weights, self._names, self._followed = weights, weights.keys(), set[tuple[type, str]]()
         self._of, self._self = of.__mro__, "self"  # the classes searched for a method
         self._behind: Sequence[type] = ()  # the classes that super() searches
         self.found: list[str] = []
+        self.read, self.called = set[str](), set[str]()
         self.beside: list[list[str]] = []
         self.backwards: dict[str, bool] = {}  # of each list, whether the first loop through it goes from its end on
         self._items: dict[str, str] = {}  # the list of which a variable of the loops around is an item
         self._variables: dict[str, bool] = {}  # of the loops around, and whether they go down
         self._turn: list[str] = []  # the lists of which the loop has used an item
+        self._indices = set[str]()  # those of the loops around that count from 0 on
+        self.once: dict[str, tuple[str, int]] = {}  # what a loop calls in one turn alone: the list, and which item's
         self.keys: dict[str, list[str]] = {}  # of lists of dicts, those that a loop takes of an item
         self._aside: list[str] = []  # methods whose results nobody takes
         self._ends: list[tuple[int, list[str]]] = []  # of the method: how many were found before an `if`, and its own
@@ -152,6 +172,9 @@ class _Uses(ast.NodeVisitor):
         before, self._ends, number = self._ends, [], len(self.found)
         for statement in node.body:
             self.visit(statement)
+        turn = turn_of(node.test, self._indices)
+        if turn is not None and self._turn:
+            self.once |= dict.fromkeys(self.found[number:], (self._turn[-1], turn))
         if _returns(node.body):
             self._merge()
             self._ends = [(number, self.found[number:])]
@@ -168,9 +191,14 @@ class _Uses(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if node.attr in _READS and self._is_within_self(node.value):
             return
-        name = self._of_self(node)
+        name, of = self._of_self(node), self._of_self(node.value)
+        if of is not None and node.attr in self._weights.get(of, ()):
+            self.read.add(of)
+            self._find(of)
+            return
         if name in self._names:
-            self.found += [str(name)] if name not in self.found else []
+            self.called.add(str(name))
+            self._find(str(name))
         elif name is not None:
             self.follow(name)
         elif (
@@ -179,10 +207,13 @@ class _Uses(ast.NodeVisitor):
             self.follow(node.attr, self._behind)
         self.generic_visit(node)
 
+    def _find(self, name: str) -> None:
+        self.found += [name] if name not in self.found else []
+
     def visit_For(self, node: ast.For) -> None:
-        before = self._items, self._variables, self._turn
+        before = self._items, self._variables, self._turn, self._indices
         self.visit(node.iter)
-        variable, through = _side_by_side(node)
+        variable, through = side_by_side(node)
         lists = [each for each, _ in through]
         names = [self._of_self(each) for each in lists]
         own = [variable] if len(lists) == 1 else variable.elts if isinstance(variable, ast.Tuple) else []
@@ -193,11 +224,12 @@ class _Uses(ast.NodeVisitor):
         down = len(through) == 1 and through[0][1]
         inside = {each.id: down for each in ast.walk(node.target) if isinstance(each, ast.Name)}
         self._items, self._variables, self._turn = {**self._items, **items}, {**self._variables, **inside}, []
+        self._indices = self._indices | index_of(node)
         for statement in (*node.body, *node.orelse):
             self.visit(statement)
         used = [*self._turn, *(name for name in names if name and len(lists) > 1)]
         self.beside.append([name for name in dict.fromkeys(used) if name in self._names])
-        self._items, self._variables, self._turn = before
+        self._items, self._variables, self._turn, self._indices = before
 
     def visit_Name(self, node: ast.Name) -> None:
         if node.id in self._items:
@@ -251,48 +283,3 @@ def _merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
         if name not in found:
             found.insert(min((found.index(each) for each in second[place:] if each in found), default=len(found)), name)
     return found
-
-
-def _side_by_side(loop: ast.For) -> tuple[ast.expr, list[tuple[ast.expr, bool]]]:
-    """Returns the variable of a loop, or the tuple of them, and what it goes through, each with whether from its end
-    on: what `zip` or `enumerate` is given."""
-    variable = loop.target
-    through, down = _forwards(loop.iter)
-    if _calls(through, "enumerate") and isinstance(variable, ast.Tuple) and len(variable.elts) == 2:
-        variable = variable.elts[1]
-        through, inner = _forwards(through.args[0])  # type: ignore[attr-defined]
-        down ^= inner
-    if not _calls(through, "zip"):
-        return variable, [(through, down)]
-    lists = [_forwards(each) for each in through.args]  # type: ignore[attr-defined]
-    return variable, [(each, inner ^ down) for each, inner in lists]
-
-
-def _forwards(through: ast.expr) -> tuple[ast.expr, bool]:
-    """Returns what a loop goes through, and whether from its end on: of `reversed(x)`, `x[::-1]` that is x; of
-    `range(n, -1, -1)` it is itself."""
-    down = False
-    while True:
-        if _calls(through, "reversed"):
-            down = not down
-        elif isinstance(through, ast.Subscript) and isinstance(through.slice, ast.Slice):
-            cut = through.slice
-            if cut.lower or cut.upper or not _is_minus_one(cut.step):
-                return through, down
-            through, down = through.value, not down
-            continue
-        elif not _calls(through, "list") and not _calls(through, "tuple"):
-            break
-        through = through.args[0]  # type: ignore[attr-defined]
-    if _calls(through, "range") and len(through.args) == 3:  # type: ignore[attr-defined]
-        down ^= _is_minus_one(through.args[2])  # type: ignore[attr-defined]
-    return through, down
-
-
-def _is_minus_one(node: ast.expr | None) -> bool:
-    return node is not None and ast.unparse(node) == "-1"
-
-
-def _calls(node: ast.expr, name: str) -> bool:
-    """True if `node` calls the function `name` with arguments."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name and bool(node.args)

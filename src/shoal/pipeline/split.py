@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.module.build import Built
 from shoal.module.stand_in import StandIn, Unseen
+from shoal.module.value_checks import distributions_unchecked
 from shoal.parallel.axis import Axis, Remembers
 from shoal.pipeline.captured_outputs import Taps, hand_over, install
 from shoal.pipeline.units import Unit
@@ -190,7 +191,7 @@ class Split:
     def run(self, stage: int, forward: Forward, function: Callable[[], Any]) -> Any:
         """Runs `function`, which calls the model, as `stage`; returns its result, or None if a later stage was
         reached."""
-        with self.running(stage, forward):
+        with self.running(stage, forward), distributions_unchecked():
             try:
                 return function()
             except Left:

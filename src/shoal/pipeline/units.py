@@ -20,7 +20,7 @@ from shoal.module.closest import closest
 from shoal.module.compiling import blocks, recomputable
 from shoal.module.scripted import is_scripted
 from shoal.pipeline.balance import balance
-from shoal.pipeline.order import children_as_called
+from shoal.pipeline.order import children_called
 
 Stages = Sequence[int] | Sequence[Sequence[str]]
 """A cut by hand: the number of blocks of each stage, or the names (or leading parts of names) of its parts."""
@@ -62,7 +62,7 @@ def units_of(module: nn.Module) -> list[Unit]:
             first = names[id(part)]
             found.append(Unit(name if first.startswith(inside) else first, part, _work(part), id(part) in repeated))
             return
-        for key, child in children_as_called(part):
+        for key, child in children_called(part):
             visit(f"{name}.{key}".lstrip("."), child)
 
     visit("", module)
