@@ -297,7 +297,9 @@ def test_rows_that_were_not_timed_take_as_long_each_as_those_did_beyond_the_firs
     )
     assert seconds(both, 8)[0] == pytest.approx(8 + 4 * 1.5), "0.75 of the mean at least"
     assert seconds(both, 16)[1] == pytest.approx(19 + 12 * 3.5625, rel=1e-4)
-    assert seconds([Ran(1, 5.0, 9.0, 0.0, 0.0), Ran(4, 18.5, 36.0, 0.0, 0.0)], 8) == pytest.approx((36.5, 72.0))
+    assert seconds([Ran(1, 5.0, 9.0, 0.0, 0.0), Ran(4, 18.5, 36.0, 0.0, 0.0)], 8) == pytest.approx(
+        (36.5, 72.0), rel=1e-4
+    )
     assert seconds([*both, Ran(16, 8.0, 8.0, 0.0, 0.0)], 32)[0] == pytest.approx(8 + 16 * 0.375)
 
 
