@@ -148,7 +148,13 @@ class Choices(Estimates):
         pins, cluster = self.task.pins, self.task.cluster
         if "memory" in pins:
             said = pins["memory"]
-            return [None if said is None else Offload.of(said, self.task.most)]
+            away = None if said is None else Offload.of(said, self.task.most)
+            if away and away.disk is not None and not cluster.disk:
+                raise UserError(
+                    f"plan.memory.disk = {away.disk!r}: a host of {cluster.name} has no disk whose rate is known "
+                    "(disk = 0): give disk, bytes a second of a host, in [[hosts]] of a cluster file, or leave out disk"
+                )
+            return [away]
         scratch = cluster.hosts[0].scratch if cluster.disk else None
         if any(device.on_host for device in cluster.devices):  # one memory: only a disk has more
             return [None, *([] if scratch is None else [Offload(disk=scratch)])]
