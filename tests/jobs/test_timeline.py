@@ -11,6 +11,7 @@ import pytest
 from shoal.comm import World
 from shoal.jobs.timeline import Recording
 from shoal.report.jsonl import read_lines
+from shoal.report.timeline import read_timeline
 
 pytestmark = pytest.mark.fast
 
@@ -42,6 +43,16 @@ def test_what_was_recorded_before_a_failure_is_written_once(begins: int, written
     second.close(SimpleNamespace(warning=pytest.fail))
     lines, _ = read_lines(tmp_path / "timeline.jsonl")
     assert sorted(line["step"] for line in lines) == written
+
+
+def test_an_attempt_says_after_which_step_it_goes_on_beside_what_others_have_written(tmp_path: Path):
+    world = World.single()
+    for begins, steps in ((0, (2, 3, 4)), (3, (4, 5))):
+        recording = Recording(engine(world, 9), tmp_path, begins, 100)
+        record(world, *steps)
+        recording.close(SimpleNamespace(warning=pytest.fail))
+    spans = read_timeline(tmp_path / "timeline.jsonl")
+    assert [each.step for each in spans] == [3, 5, 6]
 
 
 def test_a_timeline_that_cannot_be_opened_is_a_warning(tmp_path: Path):

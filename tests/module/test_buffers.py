@@ -16,6 +16,7 @@ from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import regression
+from shoal.models.export import export_whole
 from shoal.module.affine import Affine, Rule
 from shoal.module.buffers import OtherBuffers
 from shoal.module.written import Written
@@ -24,6 +25,22 @@ from tests.parity.cases import CASES, engine, vectors
 from tests.pool import run_ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Plain(nn.Linear):
+    """A layer with a table that nobody writes to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("table", torch.ones(2, dtype=dtype))
+
+
+def test_complex_numbers_of_which_safetensors_has_no_type_are_refused_in_words(tmp_path: Path) -> None:
+    """The remedy was to free space."""
+    module = Plain(torch.complex128)
+    error = export_whole(module, module.state_dict(), tmp_path)
+    assert isinstance(error, UserError) and "table is complex128, of which safetensors has no type: keep" in str(error)
+    assert export_whole(Plain(torch.complex64), Plain(torch.complex64).state_dict(), tmp_path) is None
 
 
 class Writes(nn.Module):

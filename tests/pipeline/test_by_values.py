@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -126,6 +128,41 @@ def test_experts_that_are_cut_from_what_follows_are_refused_in_words(stages: Any
 def test_what_depends_on_values_may_lie_in_the_last_stage_or_in_a_block(model: Any, plan: dict[str, Any]) -> None:
     (alone,) = simulate_world(1, losses, model, {})
     for found in simulate_world(2, losses, model, {"pp": 2, **plan}):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+class Dropped(nn.Module):
+    """Leaves out layers by chance, as LayerDrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for layer in self.layers:
+            x = x if random.random() < 0.5 else layer(x)
+        return self.head(x)
+
+
+def told(world: Any, stages: Any) -> Any:
+    try:
+        return losses(world, Dropped, {"pp": 2, "stages": stages})
+    except UserError as error:
+        return str(error)
+
+
+def test_layers_that_are_dropped_by_chance_lie_in_the_last_stage_or_all_ranks_say_why_not() -> None:
+    """One rank said that nothing may depend on data, the other one that a group was closed."""
+    layers = [f"layers.{number}" for number in range(3)]
+    first, second = simulate_world(2, told, [["up", *layers[:2]], [layers[2], "head"]])
+    assert first == second
+    assert re.search(
+        r"this microbatch .* the first one .*LayerDrop.* in the last stage.*plan.pp = 1.* layerdrop = 0", first
+    )
+    (alone,) = simulate_world(1, losses, Dropped, {})
+    for found in simulate_world(2, told, [["up"], [*layers, "head"]]):
         assert found == pytest.approx(alone, rel=1e-5)
 
 

@@ -259,6 +259,17 @@ def test_as_many_replicas_are_tried_where_their_number_matters(settled: Callable
     assert dp == {"allreduce": {2, 4}, "diloco": {4}}
 
 
+def test_plans_that_are_tried_compute_the_same(settled: Callable[..., Settled]) -> None:
+    """With an exchange that is allowed the run went from one that rounds to the exact one, and back."""
+    slow = machine()
+    slow = replace(slow, hosts=(replace(slow.hosts[0], inside=Link(1e-5, 2e7)),))
+    for given, way in ({}, "allreduce"), ({"zero": 0}, "bf16"):
+        asks = {"name": "auto", "measure": 6, "allow": ["bf16"], "tp": 1, "pp": 1, "cp": 1, **given}
+        trials = answered(settled(asks), slow, True)[2]
+        plans = [Plan.from_dict(each["plan"]) for each in trials["candidates"]]
+        assert {(each.exchange, each.dp) for each in plans} == {(way, 4)} and (len(plans) > 1 or given)
+
+
 def going_by_values(settled: Settled) -> Settled:
     """The job of a model whose loss goes on by the values of what the model gives."""
     own = settled.model.loss
@@ -303,7 +314,7 @@ def test_batch_statistics_keep_their_microbatch(settled: Callable[..., Settled])
     assert keeps_microbatch(replace(own, job=replace(own.job, train=train))), "all of a rank's rows are one"
 
 
-def test_what_experts_compute_is_not_left_to_the_machine(settled: Callable[..., Settled]) -> None:
+def test_what_experts_compute_is_not_left_to_the_machine(settled: Callable[..., Settled], tmp_path: Path) -> None:
     """How many rows share a microbatch decides what is dropped: the planner chose it, by the machine's speed."""
     moe = {"experts": 4, "per_token": 2, "capacity_factor": 1.25}
     alone, job = World.single("cpu"), settled("auto", layers=2, moe=moe)
@@ -314,6 +325,13 @@ def test_what_experts_compute_is_not_left_to_the_machine(settled: Callable[..., 
     sample = job.model.prepare_data(job.data.train)[0]
     with pytest.raises(UserError, match="microbatch: the model's experts have a capacity"):
         auto_plan(job.model.factory, job.model.loss, SGD, sample, global_batch=8, world=alone, cluster=machine(1))
+    file = tmp_path / "moe.toml"
+    file.write_text(
+        '[model]\nname = "gpt"\nlayers = 2\nd_model = 32\nheads = 4\nmoe = {experts = 4, capacity_factor = 1.25}\n'
+        f'[data]\nsource = "{tmp_path}/text.txt"\nsequence = 16\nvalidation = 0.0\n[train]\nsteps = 4\n'
+    )
+    with pytest.raises(UserError, match=r"train.microbatch: the model's experts have a capacity"):
+        answer_for(file, [], Options("2xh100"), True, None)  # as the run
 
 
 def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_path: Path, capsys: Any) -> None:

@@ -7,14 +7,17 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.module.chosen_blocks import chosen_blocks
+from shoal.module.selective import selects
 from shoal.planner.cluster import Cluster
+from shoal.planner.computing import ATTENTION_REACHES
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Kind, front
-from shoal.planner.profile import Profile
+from shoal.planner.profile import Cut, Profile
 from shoal.planner.replicas import Replicas, dealt
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Estimate
@@ -137,6 +140,45 @@ def test_a_pinned_table_is_priced_as_it_is():
         "full": 2,
         "selective": 1,
     }
+
+
+def test_a_recompute_that_keeps_operations_is_told_from_one_that_does_not():
+    assert selects("selective") and selects({"name": "selective", "save": []})
+    assert selects({"name": "blocks", "full": 2, "selective": "3"})
+    for other in ("none", "full", {"name": "blocks", "full": 2, "selective": 0}, {"name": "budget", "keep": 0.5}):
+        assert not selects(other)
+
+
+def test_what_selective_keeps_is_priced_as_its_list_says():
+    """A list of one's own was priced as the usual one, in memory and in time."""
+    blocks = {"attention": Cut(4e10, {}), "attended": Cut(4 * 2**20, {}), "convolutions": Cut(2.5e10, {})}
+    blocks |= {"convolved": Cut(2 * 2**20, {})}
+    plain = model(4)
+    parts = tuple(replace(each, **blocks) if each.is_block else each for each in plain.parts)
+    spread, on = Spread(copies=8), cluster(memory=16 * GIB)
+
+    def priced(recompute):
+        search = Search(task(replace(plain, parts=parts), on, pins={"recompute": recompute}))
+        estimate = search.estimate(Choice(spread, 4))
+        return estimate.memory["activations"], estimate.terms["compute"]
+
+    def saving(*names):
+        return priced({"name": "selective", "save": list(names)})
+
+    usual = priced("selective")
+    assert saving("matmul", "attention") == usual == priced({"name": "blocks", "selective": 4})
+    for name, nbytes in (("matmul", 8), ("attention", 4)):
+        (other,) = {"matmul", "attention"} - {name}
+        memory, seconds = saving(other)
+        assert usual[0] - memory == pytest.approx(4 * 4 * nbytes * 2**20) and seconds > usual[1]
+    device = on.hosts[0].device
+    attention = 4 * 4 * 4e10 / (device.peak(torch.bfloat16) * device.reaches * ATTENTION_REACHES)
+    assert saving("matmul")[1] - usual[1] == pytest.approx(attention, rel=1e-6)
+    memory, seconds = saving("matmul", "attention", "convolution")
+    assert memory - usual[0] == pytest.approx(4 * 4 * 2 * 2**20) and seconds < usual[1]
+    assert Search(task(pins={"recompute": {"name": "selective", "save": ["matmul"]}})).estimate(
+        Choice(spread, 4)
+    ).choice.recompute == {"name": "selective", "save": ["matmul"]}
 
 
 def test_a_pinned_budget_is_priced_as_the_engine_chooses_blocks():

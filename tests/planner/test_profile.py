@@ -118,6 +118,41 @@ def test_heads_that_two_ranks_cannot_share_are_traced_among_those_that_are_pinne
     assert block.products.on(Spread(parts=3)) == pytest.approx(block.products.value / 3)
 
 
+class Mixed(nn.Module):
+    """A convolution and a product, each of which gives 4 x 8 x 8 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over, self.along = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.along(self.over(x).relu())
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixed() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_convolutions_are_told_from_products_as_selective_recompute_does() -> None:
+    """It keeps what these give where `save` names them; without a list they are computed again."""
+
+    def loss(model: nn.Module, mb: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return model(mb["x"]).square().sum(), len(mb["x"])
+
+    found = profile(Subject(Convolved, loss, {"x": torch.zeros(4, 8, 8)}, 1, precision("fp32")), {})
+    assert found.parts
+    for each in found.parts:
+        assert each.convolved.value == each.results.value == 4 * 256 and each.attended.value == 0
+        assert each.convolutions.value == 2 * 256 * 36 and each.products.value == 2 * 256 * (36 + 8)
+
+
 class Beside(nn.Module):
     """A parameter that is in none of its layers."""
 

@@ -26,7 +26,7 @@ from shoal.planner.explain import (
     why_not,
     within_budget,
 )
-from shoal.planner.pipes import Pace, cut, fill, simulated
+from shoal.planner.pipes import Pace, cut, fill, longer_by, simulated
 from shoal.planner.profile import Cut
 from shoal.planner.search import Search, search
 from shoal.planner.task import Task
@@ -186,6 +186,22 @@ def test_each_rank_has_room_on_its_host_and_not_only_the_one_whose_device_is_ful
             assert has.host == max(each.host for each in ranks) and has.bytes == max(each.bytes for each in ranks)
             seen += max(ranks, key=lambda each: each.bytes).host < has.host
     assert seen
+
+
+def test_weights_that_ranks_share_stay_in_a_tier_that_has_room() -> None:
+    """Without one they are gathered in each pass; where all fitted on the device no tier was asked for."""
+    pins = {"zero": 3, "dp": 4, "recompute": "none"}
+    asked = task(model(4, 1e8, 2 * MIB), cluster(hosts=1, memory=16 * GIB, inside=1e9), 8, pins=pins, microbatch=1)
+    best, plain = (search(each).best[0] for each in (asked, replace(asked, pins={**pins, "memory": None})))
+    assert best.choice.offload is not None and not best.terms["offload"] and best.seconds < 0.7 * plain.seconds
+
+
+def test_a_disk_that_the_machine_does_not_have_is_refused() -> None:
+    pins = {"memory": {"device": "1GiB", "host": "800MiB", "disk": "/scratch"}}
+    on = cluster(hosts=1, count=1)
+    with pytest.raises(UserError, match=r"plan.memory.disk = '/scratch': a host of toy has no disk .*: give disk"):
+        search(task(on=on, pins=pins))
+    assert search(task(on=replace(on, hosts=(replace(on.hosts[0], disk=1e9),)), pins=pins)).best
 
 
 def test_what_moves_does_so_while_a_rank_waits_for_other_stages() -> None:
@@ -395,10 +411,11 @@ def test_what_is_simulated_is_what_the_formula_says() -> None:
         stages = [Pace(1.0 / chunks, 2.0 / chunks)] * 4 * chunks
         seconds = simulated(name, 4, 16, chunks, stages, 0.0)
         assert seconds == pytest.approx(16 * 3.0 + fill(name, chunks, 3 * 1.0, 3 * 2.0))
+        assert chunks > 1 or longer_by(stages, 16) == pytest.approx(seconds - 16 * 3.0)
     for slow, waits in ((2, 2.5), (1, 1.5), (0, 0.5)):  # an earlier one has forwards to run meanwhile
         stages = [Pace(1.0, 2.0) if place == slow else Pace(0.5, 0.75) for place in range(3)]
         assert simulated("1f1b", 3, 16, 1, stages, 0.0) == pytest.approx(16 * 3.0 + waits)
-        assert waits <= fill("1f1b", 1, 1.0, 1.5) == 2.5
+        assert longer_by(stages, 16) == pytest.approx(waits), "it was 2.5 of each"
     few, many = (simulated("1f1b", 4, number, 1, [Pace(1.0, 2.0)] * 4, 0.0) for number in (64, 8192))
     assert many - few == pytest.approx(3.0 * (8192 - 64))  # the longer one is extrapolated
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.report.jsonl import JsonLog
+from shoal.report.jsonl import GoesOn, JsonLog
 from shoal.report.timeline import Span, overlap, read_timeline, to_chrome_trace
 from tests.report.synthetic import step_spans
 
@@ -62,6 +62,18 @@ def test_ranks_that_are_gone_where_a_run_is_resumed_are_not_drawn_beside_the_oth
     log.close()
     found = {(each.rank, each.step, each.start) for each in read_timeline(tmp_path / "timeline.jsonl")}
     assert found == {(0, 1, 1), (1, 1, 1), (2, 1, 1), *((rank, step, 10 + step) for rank in (0, 1) for step in (2, 3))}
+
+
+def test_a_run_that_goes_on_at_the_last_step_that_it_recorded_has_that_one_once(tmp_path: Path) -> None:
+    """Steps do not go back there, so spans of both attempts were drawn over each other."""
+    log = JsonLog(tmp_path / "timeline.jsonl")
+    log.write(span("compute", step, step + 0.5, step=step) for step in (3, 4, 5))
+    log.write([GoesOn(3)])
+    log.write(span("compute", 10 + step, 11 + step, step=step) for step in (5, 6))
+    log.write([GoesOn(6)])
+    log.close()
+    found = [(each.step, each.start) for each in read_timeline(tmp_path / "timeline.jsonl")]
+    assert found == [(3, 3), (5, 15), (6, 16)]
 
 
 def test_what_a_rank_recorded_under_the_number_of_another_takes_nothing_from_that_one(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from shoal.assembly.recipe import Recipe
 from shoal.errors import UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.named import algorithm
+from shoal.module.selective import selects
 from shoal.optim.groups import OptimizerFactory, needs_whole_parameters
 from shoal.parallel.tensor import check_placements, check_rules
-from shoal.plan import Plan, option_name, option_parameters
+from shoal.plan import Plan, option_name
 from shoal.precision import Precision
 
 FAR = 10**9
@@ -272,10 +273,8 @@ def check_no_flush(
 
 def check_recompute(plan: Plan) -> None:
     """Raises UserError where operations inside compiled blocks are to be kept that are no single graph."""
-    name, axes = option_name(plan.recompute, "recompute"), ("tp", "cp", "ep")
-    cut = [f"{axis} = {getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
-    some = name == "selective" or (name == "blocks" and option_parameters(plan.recompute).get("selective"))
-    if plan.compile and some and cut:
+    cut = [f"{axis} = {getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
+    if plan.compile and selects(plan.recompute) and cut:
         raise UserError(
             f'plan.recompute = "selective" keeps nothing of compiled blocks beside {cut[0]}, whose calls break their '
             'graph: take "full", or compile = false'

@@ -85,7 +85,8 @@ class Running(Changing):
         then are those of the step before.
         """
         check_batch(batch, self._between_steps().progress.step)
-        result = self._trainer.runner.run(batch)
+        with self.world.refusing(f"step {batch.step}"):
+            result = self._trainer.runner.run(batch)
         self._stepped()
         return result
 
@@ -180,7 +181,7 @@ class Running(Changing):
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         forward = replace(runner.forward, loss=measure or recipe.loss)
         data, local = HeldOut(dataset, samples, recipe.collate), self._local
-        with self._session.as_one():
+        with self._session.as_one(), self.world.refusing(f"evaluation {self.step_index}"):
             return evaluate(forward, runner.dealing, data, local.ranks.replicas, runner.accumulate, also, progress)
 
     def generate(

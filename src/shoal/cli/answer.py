@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from shoal.cli.layer_table import layer_lines
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
 from shoal.jobs.auto import Asked, ask
-from shoal.plan import nbytes
+from shoal.plan import Plan, nbytes
 from shoal.planner.cluster import Cluster
 from shoal.planner.explain import NEAR, Explanation, explain, why_not
 from shoal.planner.profile import NOT_ASKED
@@ -84,9 +84,12 @@ def money(text: str) -> tuple[float, str]:
 
 
 def toml(chosen: Chosen) -> str:
-    """The plan as a job file has it, with the microbatch but where that is all of a rank's rows (sync_bn)."""
+    """The plan as a job file has it, with the microbatch but where that is all of a rank's rows (sync_bn). What was
+    given stands there also where it is the default, so that it is given to who asks again."""
+    given = {key for key, value in chosen.task.pins.items() if value is not None}
     plan, train = chosen.plan.to_dict(), chosen.settled.job.train
-    lines = ["[plan]", *([toml_fields({key: value}) for key, value in plan.items()] or ["dp = 1"])]
+    said = {each.name: getattr(chosen.plan, each.name) for each in fields(Plan) if each.name in plan.keys() | given}
+    lines = ["[plan]", *([toml_fields({key: value}) for key, value in said.items()] or ["dp = 1"])]
     if not train.sync_bn:
         rows = train.microbatch or chosen.estimate.choice.microbatch
         lines += ["", "[train]", f"microbatch = {rows}"]

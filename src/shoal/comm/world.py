@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -195,6 +196,24 @@ class World:
             return f"rank {self.store.get('closed').decode()} has closed its groups"
         return ""
 
+    @contextmanager
+    def refusing(self, what: str) -> Iterator[None]:
+        """Context of `what` ranks do together, by the same name on all: what one of them refuses by a UserError the
+        others, which lose it there, raise too."""
+        try:
+            yield
+        except UserError as error:
+            if self.store is not None:
+                ask(partial(self.store.set, f"refused/{what}", str(error)), _TOLD_WITHIN)
+            raise
+        except LaunchError as error:
+            told: list[str] = []
+            if self.store is not None:
+                ask(partial(_read_if_there, self.store, f"refused/{what}", told), _TOLD_WITHIN)
+            if told:
+                raise UserError(told[0]) from error
+            raise
+
     def _check_peers(self, name: str, ranks: list[int]) -> None:
         """Raises LaunchError where one of `ranks` will not come to make the group `name`."""
         assert self.store is not None
@@ -231,6 +250,11 @@ class World:
     def everyone(self) -> Group:
         """The group of all ranks."""
         return self.group("world", list(range(self.size)))
+
+
+def _read_if_there(store: dist.Store, key: str, into: list[str]) -> None:
+    if store.check([key]):
+        into.append(store.get(key).decode())
 
 
 def _tell_closed(store: dist.Store, rank: int) -> None:

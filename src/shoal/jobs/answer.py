@@ -13,6 +13,7 @@ from shoal.jobs.choose import Settled, under
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import build
+from shoal.module.selective import selects
 from shoal.optim.groups import decay_matrices_only, small_optimizer
 from shoal.parallel.tensor import names_blocks
 from shoal.plan import Plan
@@ -197,7 +198,7 @@ def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:
     if "compile" not in task.pins and (eager := why_not_compiled(subject)):
         task = replace(task, compiled=False)
         return task, search(task), eager
-    of_operations = any("selective" in str(each.choice.recompute) for each in found.best)
+    of_operations = any(selects(each.choice.recompute) for each in found.best)
     if of_operations and not keeps_inside(subject, task.pins):
         task = replace(task, selective=False)
         found = search(task)

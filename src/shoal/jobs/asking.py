@@ -104,12 +104,12 @@ def asked(settled: Settled, cluster: Cluster) -> Chosen:
 
 
 def _trials(settled: Settled, chosen: Chosen) -> Trials:
-    """The plan that was chosen, and the next best with its microbatch that hold in a dry run; of replicas that agree in
-    another way than by the mean with as many, since their number decides what is computed."""
-    job, task = settled.job, chosen.task
+    """The plan that was chosen, and the next best with its microbatch and its exchange that hold in a dry run; of
+    replicas that agree in another way than by the mean with as many, since their number decides what is computed."""
+    job, task, how = settled.job, chosen.task, chosen.estimate.choice.exchange
     rows = chosen.settled.job.train.microbatch
-    task = replace(task, microbatch=rows or task.microbatch)
-    if option_name(task.pins.get("exchange", EXACT), "exchange") != EXACT:
+    task = replace(task, microbatch=rows or task.microbatch, exchanges=(how,))
+    if option_name(task.pins.get("exchange", how), "exchange") != EXACT:
         task = replace(task, pins={**task.pins, FIELDS["copies"]: chosen.estimate.choice.spread.copies})
     plans = [(chosen.plan, chosen.estimate.seconds)]
     for estimate in search(task).best:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen, searched, task_of
-from shoal.jobs.asking import cluster_of_ranks, keeps_microbatch, task_here
+from shoal.jobs.asking import check_experts, cluster_of_ranks, keeps_microbatch, task_here
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
 from shoal.jobs.placed import placed
@@ -48,6 +48,7 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     cluster = None if asked.on == HERE else cluster_of(asked.on, MACHINES, BETWEEN)
     check_machine(pins, ranks_here(job) if cluster is None else cluster.size)
     settled = opened(replace(job, plan=Plan(), auto=auto), origins)
+    check_experts(settled)
     if cluster is None:
         cluster = cluster_of_ranks(settled, Sizes(ranks_here(job), ranks_here(job)))
         task = task_here(settled, cluster, pins, asked.limit)

@@ -71,7 +71,7 @@ class LiveRank:
         self._cost = cost_of(self._opened)
         self._engine: Engine | None = None
         self._attempt: Attempt | None = None  # the last one
-        self._recorded: Kept = [], []  # of timelines that were cut short
+        self._recorded: Kept = [], [], []  # of timelines that were cut short
         self._waited = list[str]()  # what has happened since the last generation that could go on
         self._output = [os.dup(1), os.dup(2)]
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -16,12 +16,13 @@ from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.jobs.memory import tiers
 from shoal.jobs.record import Recorder
-from shoal.report.jsonl import JsonLog
+from shoal.report.jsonl import GoesOn, JsonLog
 from shoal.report.levels import RANKS, MemoryTrace, memory_trace
 from shoal.report.terms import Told, spent, together
 from shoal.report.timeline import Span
 
-Kept = tuple[list[Span], list[MemoryTrace]]
+Kept = tuple[list[Span], list[MemoryTrace], list[int]]
+"""Spans, traces, and the steps after which the attempts began of which they are."""
 
 FIRST, COUNT = 2, 3  # the first steps pay for warm-up
 EVERY = 200
@@ -49,7 +50,7 @@ class Recording:
         self._levels: list[Level] = []
         self._known: dict[int, tuple[dict[str, int], bool]] = {}
         """By recorded step, under whose plan it was: the budgets of its tiers, and whether they count all."""
-        self.kept: Kept = [], []
+        self.kept: Kept = [], [], [begin]
         """What is not written yet of attempts that were cut short, this one among them."""
 
     def before(self, step: int) -> None:
@@ -118,7 +119,8 @@ class Recording:
 
     def take_over(self, kept: Kept) -> None:
         """Writes at its own end also what earlier attempts have kept, but for steps that are trained again."""
-        spans, traces = kept
+        spans, traces, began = kept
+        self.kept[2].extend(began)
         self.kept[0].extend(span for span in spans if span.step <= self._begin)
         self.kept[1].extend(trace for trace in traces if trace.step <= self._begin)
 
@@ -128,17 +130,19 @@ class Recording:
         group = self._engine.world.everyone
         spans, traces = self._all_spans(), self._traces(group.rank) if group.rank < RANKS else []
         everyone = group.all_gather_object((self.kept[0] + spans, self.kept[1] + traces))
+        begins = list(self.kept[2])
         for each in self.kept:
             each.clear()
         if group.rank != 0:
             return
         try:
-            timeline, memory = JsonLog(self._run_dir / "timeline.jsonl"), JsonLog(self._run_dir / "memory.jsonl")
-            for spans, traces in everyone:
-                timeline.write(spans)
-                memory.write(traces)
-            timeline.close()
-            memory.close()
+            for place, name in enumerate(("timeline.jsonl", "memory.jsonl")):
+                path = self._run_dir / name
+                goes_on = [GoesOn(min(begins))] if begins and path.exists() else []
+                log = JsonLog(path)
+                for own in (goes_on, *(each[place] for each in everyone)):
+                    log.write(own)
+                log.close()
         except (OSError, UserError) as error:  # the one to write, the other to open
             recorder.warning(f"the timeline cannot be written: {error}")
 

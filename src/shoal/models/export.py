@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import CheckpointError, ShoalError
+from shoal.errors import CheckpointError, ShoalError, UserError
 from shoal.models.adapted import unadapted
 from shoal.models.gpt import GPT
 from shoal.models.hf import export_hf
@@ -70,7 +70,10 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     For a model of `peft` only the adapters are written, for `PeftModel.from_pretrained`. A model of `transformers`, or
     a GPT with an equivalent there, is written for `from_pretrained` of its class. Any other model is written as
     `model.safetensors`, with its class and the reason in `model.json`.
+
+    Raises UserError for numbers of which safetensors has no type.
     """
+    _check_types(weights)
     directory.mkdir(parents=True, exist_ok=True)
     if unadapted(model) is not model:
         export_adapter(model, weights, directory)
@@ -90,6 +93,16 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
         "not in Hugging Face layout": why or "no such layout for this class",
     }
     (directory / "model.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _check_types(weights: Mapping[str, Tensor]) -> None:
+    for name, each in weights.items():
+        if each.is_complex() and each.dtype != torch.complex64:
+            raise UserError(
+                f"{name} is {str(each.dtype).removeprefix('torch.')}, of which safetensors has no type: keep it as "
+                "pairs of real numbers (torch.view_as_real(x), and torch.view_as_complex(self.x) in the forward) or as "
+                "complex64; a buffer that the model makes by itself need not be written (persistent=False)"
+            )
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from shoal.errors import UserError
 from shoal.module.random import dropout_of
 from shoal.module.record import storage_of
+from shoal.plan import Option, option_name, option_parameters
 
 _aten = torch.ops.aten
 OPERATIONS: dict[str, tuple[Any, ...]] = {
@@ -41,6 +42,12 @@ SAVE = ("matmul", "attention")
 
 Contexts = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
 """That of a first forward, and a maker of that of each forward which repeats it."""
+
+
+def selects(option: Option) -> bool:
+    """Whether a plan's `recompute` has some blocks keep what some operations give."""
+    name = option_name(option, "recompute")
+    return name == "selective" or (name == "blocks" and bool(option_parameters(option).get("selective")))
 
 
 def saved_by(save: Sequence[str]) -> frozenset[Any]:

@@ -16,6 +16,12 @@ from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Value
 from shoal.pipeline.split import Split
 from shoal.pipeline.split_backward import Start
 
+CALLED = (
+    ", which says what goes from stage to stage. Values, or draws, may decide which parts are called (an if between "
+    f"them, LayerDrop) within one stage alone: {WITHIN}. Layers that are dropped by chance all stay with layerdrop = 0"
+)
+"""What becomes of a microbatch that takes another way through the parts of a model than the first one did."""
+
 
 class Pass(Calls):
     """A forward of a stage on a microbatch (split.Forward), with the state that its backward needs.
@@ -101,7 +107,7 @@ class Pass(Calls):
         if given is None:
             raise UserError(
                 f"this microbatch calls {self._split.units[unit].name}, of stage {self._split.stages[unit]}, once more "
-                "than the first one of its shapes did: what is called must not depend on the data, but within one stage"
+                f"than the first one of its shapes did{CALLED}"
             )
 
         def tensor(leaf: int, shape: Shape) -> Tensor:
@@ -122,10 +128,7 @@ class Pass(Calls):
     def sent(self, value: Value) -> Tensor:
         if value not in self.given:
             unit = self._split.units[value.unit].name
-            raise UserError(
-                f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not "
-                "depend on the data, but within one stage"
-            )
+            raise UserError(f"this microbatch does not call {unit} as the first one of its shapes did{CALLED}")
         return self.given[value]
 
 

@@ -14,6 +14,7 @@ from shoal.assembly.compatibility import check_exchange
 from shoal.data.cursor import in_shares
 from shoal.errors import UserError
 from shoal.exchange.named import algorithm
+from shoal.module.selective import selects
 from shoal.pipeline.units import check_numbers
 from shoal.plan import Option, option_name, option_parameters
 from shoal.planner.degrees import FIELDS, Spread, degrees
@@ -58,7 +59,7 @@ class Choices(Estimates):
     def firsts(self, spread: Spread) -> Iterator[Choice]:
         """The choices of these degrees with all on the device, and exact."""
         kinds = product(self._microbatches(spread), self._schedules(spread), self.compiles)
-        free = "compile" not in self.task.pins and "selective" in str(self.task.pins.get("recompute"))
+        free = "compile" not in self.task.pins and selects(self.task.pins.get("recompute", "none"))
         for rows, (schedule, chunks), compiled in kinds:
             choice = Choice(spread, rows, schedule=schedule, chunks=chunks, compile=compiled)
             if not free or keeps_operations(self.task, choice):
@@ -147,7 +148,13 @@ class Choices(Estimates):
         pins, cluster = self.task.pins, self.task.cluster
         if "memory" in pins:
             said = pins["memory"]
-            return [None if said is None else Offload.of(said, self.task.most)]
+            away = None if said is None else Offload.of(said, self.task.most)
+            if away and away.disk is not None and not cluster.disk:
+                raise UserError(
+                    f"plan.memory.disk = {away.disk!r}: a host of {cluster.name} has no disk whose rate is known "
+                    "(disk = 0): give disk, bytes a second of a host, in [[hosts]] of a cluster file, or leave out disk"
+                )
+            return [away]
         scratch = cluster.hosts[0].scratch if cluster.disk else None
         if any(device.on_host for device in cluster.devices):  # one memory: only a disk has more
             return [None, *([] if scratch is None else [Offload(disk=scratch)])]

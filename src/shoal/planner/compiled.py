@@ -16,6 +16,7 @@ from shoal.module.build import build_blank, without_values
 from shoal.module.compiling import blocks
 from shoal.module.printed import printed
 from shoal.module.recompute import without_caches
+from shoal.module.selective import selects
 from shoal.module.selective_graphs import checkpointed
 from shoal.plan import Plan
 from shoal.planner.dry_run import run
@@ -35,7 +36,7 @@ def keeps_inside(subject: Subject, pins: Mapping[str, Any]) -> bool:
     (see module/selective_graphs). Raises UserError where they cannot and `pins` ask for both, and for a model that
     cannot be run dry."""
     why = _first_of_each(subject, _selected)
-    if why and pins.get("compile") and "selective" in str(pins.get("recompute")):
+    if why and pins.get("compile") and selects(pins.get("recompute", "none")):
         raise UserError(f'plan.recompute = "selective" beside plan.compile: {why}: take "full", or compile = false')
     return not why
 

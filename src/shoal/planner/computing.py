@@ -11,9 +11,10 @@ what products reach, which was fitted to whole steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from shoal.module.selective import SAVE
 from shoal.planner.cluster import Device
 from shoal.planner.degrees import Spread
 from shoal.planner.profile import PartProfile
@@ -96,11 +97,17 @@ def whole_model(parts: Sequence[PartProfile], rows: float, device: Device, numbe
 
 
 def counted_again(
-    blocks: Sequence[PartProfile], spread: Spread, rows: float, device: Device, numbers: Numbers, compiled: bool
+    blocks: Sequence[PartProfile],
+    spread: Spread,
+    rows: float,
+    device: Device,
+    numbers: Numbers,
+    compiled: bool,
+    saved: Collection[str] = SAVE,
 ) -> tuple[float, float]:
-    """Seconds that a backward of `rows` rows takes longer where it computes some operations of `blocks` again, and all:
-    what `Times` there are, and hooks of each tensor that is kept. On an accelerator what the device does and what the
-    host launches are each summed with the backward's own, of which the longer counts."""
+    """Seconds that a backward of `rows` rows takes longer where it computes some operations of `blocks` again, all but
+    those `saved`, and all: what `Times` there are, and hooks of each tensor that is kept. On an accelerator what the
+    device does and what the host launches are each summed with the backward's own, of which the longer counts."""
 
     def again(part: PartProfile, times: Times, asked: float) -> float:
         more, called = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
@@ -110,9 +117,16 @@ def counted_again(
         work, launched = _work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)
         return max(work + more, launched + called + hooks) - max(work, launched)
 
-    some = math.fsum(again(part, Times(0, 0, 1), asked_of(device).selecting) for part in blocks)
+    some = math.fsum(again(part, _but(part, saved), asked_of(device).selecting) for part in blocks)
     full = math.fsum(again(part, Times(1 - part.spared, 1, 1), asked_of(device).recalling) for part in blocks)
     return some, full
+
+
+def _but(part: PartProfile, saved: Collection[str]) -> Times:
+    """What of a part's forward is computed again where results of the operations `saved` are kept."""
+    convolutions = part.convolutions.value / part.products.value if part.products.value else 0.0
+    kept = ("matmul" in saved) * (1 - convolutions) + ("convolution" in saved) * convolutions
+    return Times(min(1 - part.spared, 1 - kept), float("attention" not in saved), 1)
 
 
 def _work_and_launches(

@@ -16,13 +16,13 @@ from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, counted_a
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.profile import Message, PartProfile
+from shoal.planner.selected import results_kept, saved_names
 from shoal.planner.task import Task
 
 COMPILING = 30.0
 """Seconds until a compiled block of a kind is compiled, there and back. Assumed."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
-
 
 Pairs = tuple[tuple[str, float], ...]
 """Seconds, or bytes, by what ranks divide."""
@@ -199,10 +199,10 @@ class Prices:
 
     def _recompute(self, place: int, spread: Spread, rows: float) -> tuple[float, float]:
         """Seconds of computing the blocks of a piece again, some and all of them."""
-        own = self.pieces[place]
-        blocks = [part for part in own if part.is_block]
-        counted = counted_again(blocks, spread, rows, self.slowest, self.task.numbers, self.compiled)
-        _, _, some, full = self._probed(own, spread, rows)
+        blocks = [part for part in self.pieces[place] if part.is_block]
+        how = self.slowest, self.task.numbers, self.compiled, saved_names(self.task.pins)
+        counted = counted_again(blocks, spread, rows, *how)
+        _, _, some, full = self._probed(self.pieces[place], spread, rows)
         return some * counted[0], full * counted[1]
 
     def _spend(self, place: int, spread: Spread, rows: float) -> Spent:
@@ -272,7 +272,7 @@ class Prices:
         saved = math.fsum(part.saved.on(spread) for part in own)
         others = math.fsum(part.saved.on(spread) for part in own if not part.is_block)
         given = math.fsum(part.boundary.on(spread) for part in own if part.is_block)
-        results = math.fsum(part.results.on(spread) for part in own if part.is_block)
+        results = results_kept(own, spread, saved_names(self.task.pins))
         return Sizes(
             math.fsum(part.weights.on(spread) for part in own),
             math.fsum(part.trained.on(spread) for part in own),

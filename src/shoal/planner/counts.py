@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from shoal.module.selective import OPERATIONS
 from shoal.planner.fusion import Fusion
 
 _aten = torch.ops.aten
@@ -36,15 +37,18 @@ class Counts(TorchDispatchMode):
         self.clear()
 
     def clear(self) -> None:
-        self.products = self.attention = self.touched = self.last = 0.0
-        self.calls = self.results = self.operands = self.multiplied = self._read = 0
+        self.products = self.convolutions = self.attention = self.touched = self.last = 0.0
+        self.calls = self.operands = self.multiplied = self._read = 0
+        self.results = dict.fromkeys(OPERATIONS, 0)
         self._fusion = Fusion()
 
     @property
     def all(self) -> tuple[float, ...]:
         """The counts in the order of the fields of Seen."""
-        sums = self.products, self.attention, self.touched, self.calls, self.results, self.operands, self.last
-        return (*sums, self.multiplied, self._fusion.touched, self._fusion.kernels)
+        sums = self.products, self.convolutions, self.attention, self.touched, self.calls
+        results = (self.results[name] for name in ("matmul", "attention", "convolution"))
+        ends = self.operands, self.last, self.multiplied, self._fusion.touched, self._fusion.kernels
+        return (*sums, *results, *ends)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -62,6 +66,7 @@ class Counts(TorchDispatchMode):
         elif packet in flop_registry or packet is _GROUPED:
             work = _grouped(*args[:2]) if packet is _GROUPED else flop_registry[packet](*args, **kwargs, out_val=out)
             self.products += work
+            self.convolutions += work * (func in OPERATIONS["convolution"])
             self.multiplied += 1
             self.last = work + (0.0 if self.kept() else self.last)
         else:
@@ -69,7 +74,8 @@ class Counts(TorchDispatchMode):
             self.touched += _nbytes((given, out))
             self._fusion.fused(given, (args, kwargs), out)
             return out
-        self.results += _nbytes(out)
+        for name, own in OPERATIONS.items():
+            self.results[name] += _nbytes(out) * (func in own)
         self.operands += _nbytes((args, kwargs, out))
         self._fusion.multiplied((args, kwargs), out)
         return out

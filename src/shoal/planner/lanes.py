@@ -15,7 +15,7 @@ from shoal.planner.computing import HALVED, HALVED_TENSOR, python_of
 from shoal.planner.costs import POLICIES, Prices, Sizes, together
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
-from shoal.planner.pipes import Pace, cut, fill, slowest
+from shoal.planner.pipes import Pace, cut, fill, longer_by, slowest
 from shoal.planner.task import Choice
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
@@ -279,10 +279,10 @@ def seconds_of(
     return found
 
 
-def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace]) -> float:
-    """Seconds in which the ranks of a pipeline wait, by a closed form."""
-    if lane.ranks == 1:
-        return 0.0
+def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int) -> float:
+    """Seconds in which the ranks of a pipeline wait with so many microbatches, by a closed form."""
+    if (choice.schedule, choice.chunks) == ("1f1b", 1) or lane.ranks == 1:
+        return longer_by(stages, number) if lane.ranks > 1 else 0.0
     slow, _ = slowest(stages, lane.ranks)
     others = [each for place, each in enumerate(stages) if place % lane.ranks != slow]
     return fill(choice.schedule, choice.chunks, *(sum(each[way] for each in others) for way in (0, 1)))

@@ -18,7 +18,14 @@ def longer(profile: Profile, times: float) -> Profile:
     own = profile.positions
     more = [max(0, round(times * profile.tokens) - each.rows) * each.width for each in own]
     parts = [
-        replace(part, saved=scaled(part.saved), results=scaled(part.results), boundary=scaled(part.boundary))
+        replace(
+            part,
+            saved=scaled(part.saved),
+            results=scaled(part.results),
+            attended=scaled(part.attended),
+            convolved=scaled(part.convolved),
+            boundary=scaled(part.boundary),
+        )
         for part in profile.parts
     ]
     names = [part.name for part in parts]

@@ -141,6 +141,20 @@ def fill(name: str, chunks: int, forward: float, backward: float) -> float:
     return (forward + backward) / chunks
 
 
+def longer_by(stages: Sequence[Pace], number: int) -> float:
+    """Seconds by which a step of `number` microbatches by 1f1b, one stage a rank, takes longer than its slowest rank
+    works. A rank waits for the first forward and for the last backward of those before it, and once for those behind
+    it, beside the forwards that it runs meanwhile; the step ends with the last rank that has waited."""
+    whole = [each.forward + each.backward for each in stages]
+    longest, before = 0.0, 0.0
+    for rank, (each, own) in enumerate(zip(stages, whole, strict=True)):
+        behind = sum(whole) - before - own
+        ahead = min(len(stages) - 1 - rank, number - 1) * each.forward
+        longest = max(longest, number * own + before + max(0.0, behind - ahead))
+        before += own
+    return longest - number * max(whole)
+
+
 def waiting(fill: float, busy: float, ranks: int, crowd: float) -> float:
     """Seconds by which a step is longer than the `busy` ones of a rank that waits for `fill` seconds in between, where
     `crowd` ranks share a core: those that compute meanwhile take the core of those that wait."""

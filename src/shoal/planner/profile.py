@@ -62,8 +62,9 @@ class PartProfile:
     depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes that products and attention read and write;
     `spared`: the share of products that backward does not need again, as they come after the last tensor that it asks
     for; `multiplied`, `tensors`: number of products and of parameters that are trained, which depend on no degree;
-    `fused`, `kernels`: `touched` and `calls` where the part is compiled (see fusion); `packed`: tensors that it keeps
-    for backward."""
+    `results`, `attended`, `convolved`: bytes of the results of matrix products, attention and convolutions;
+    `convolutions`: those of `products`; `fused`, `kernels`: `touched` and `calls` where the part is compiled (see
+    fusion); `packed`: tensors that it keeps for backward."""
 
     name: str
     is_block: bool
@@ -87,6 +88,9 @@ class PartProfile:
     tensors: int = 0
     largest: Cut = field(default_factory=lambda: Cut(0.0, {}))
     packed: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    convolutions: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    attended: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    convolved: Cut = field(default_factory=lambda: Cut(0.0, {}))
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,9 @@ QUANTITIES = (
     "fused",
     "kernels",
     "packed",
+    "convolutions",
+    "attended",
+    "convolved",
 )
 
 
@@ -206,7 +213,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfil
         quantities["kernels"],
         alone.tensors[place],
         elements("largest"),
-        quantities["packed"],
+        *(quantities[name] for name in ("packed", "convolutions", "attended", "convolved")),
     )
 
 

@@ -169,9 +169,10 @@ class Timed:
         replicas: Replicas = self.replicas(choice.spread)
         whole = self.task.whole  # then each replica has one
         number = len(replicas.kinds) if whole else math.ceil(self.task.rows / choice.microbatch)
-        halves = parted(choice.schedule, lane.ranks, math.ceil(number / len(replicas.kinds)), choice.chunks)
+        each = math.ceil(number / len(replicas.kinds))
+        halves = parted(choice.schedule, lane.ranks, each, choice.chunks)
         timed = [seconds_of(lane, speeds, again, halves) for speeds in replicas.speeds]
-        paces = [(slowest(stages, lane.ranks)[1], fill_of(choice, lane, stages)) for stages in timed]
+        paces = [(slowest(stages, lane.ranks)[1], fill_of(choice, lane, stages, each)) for stages in timed]
         pinned = tuple(self.task.pins.get("shares", ()))
         if "shares" in self.task.pins and not pinned and len(paces) > 1:
             pinned = (1,) * choice.spread.copies
@@ -211,7 +212,7 @@ class Timed:
                     sent[what] = sent.get(what, 0.0) + times * seconds
         terms = {"compute": busy - math.fsum(sent.values()), **sent}
         if ranks > 1:
-            terms["bubble"] = waiting(fill_of(choice, lane, stages), busy, ranks, self.prices.slowest.crowd)
+            terms["bubble"] = waiting(fill_of(choice, lane, stages, number), busy, ranks, self.prices.slowest.crowd)
             hops = (ranks - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
             terms["stages"] = 2 * hops * self.message(choice)
         terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data

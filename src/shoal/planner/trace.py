@@ -39,10 +39,12 @@ class Seen:
     """What a forward of one part does with one microbatch, on one rank.
 
     - `name`, `is_block`; `kind`: equal for parts that are alike
-    - `products`, `attention`: operations of matrix products and convolutions; of attention, causal masks by half
+    - `products`, `convolutions`: operations of matrix products and convolutions, and of the latter alone
+    - `attention`: operations of attention, causal masks by half
     - `touched`: bytes that all other operations read and write
     - `calls`: number of operations
-    - `results`: bytes of the results of products and attention, which selective recompute keeps beside the inputs
+    - `results`, `attended`, `convolved`: bytes of the results of matrix products, of attention and of convolutions,
+      which selective recompute can keep beside the inputs
     - `saved`: bytes that backward keeps; `given`: bytes of the inputs that have gradients, which is
       what stays under full recompute, and what travels between stages
     - `packed`: number of tensors that forward keeps for backward, weights among them
@@ -58,10 +60,13 @@ class Seen:
     is_block: bool
     kind: str
     products: float
+    convolutions: float
     attention: float
     touched: float
     calls: int
     results: int
+    attended: int
+    convolved: int
     operands: int
     last: float
     multiplied: int
@@ -175,6 +180,10 @@ def _elements(ready: Prepared, own: Sequence[Tensor]) -> tuple[int, int, int, in
     )
 
 
+_SAVED, _GIVEN, _PACKED, _KIND = range(13, 17)
+"""Places of the sums of a unit behind those of Counts."""
+
+
 class _Looker:
     """Attributes what a dry run shows to `units`; what is done between two of them counts for the first."""
 
@@ -191,7 +200,7 @@ class _Looker:
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
         self._log, self._read, self._heard, self._at = log, 0, 0, 0
-        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, ""] for _ in self._units]
+        self._sums: list[list[Any]] = [[*[0] * _KIND, ""] for _ in self._units]
         self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._last: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._returned: list[dict[str, int]] = [{} for _ in self._units]
@@ -200,7 +209,7 @@ class _Looker:
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of the dry run
 
         def packed(tensor: Tensor) -> Any:
-            self._sums[self._at][12] += 1
+            self._sums[self._at][_PACKED] += 1
             return pack(tensor)
 
         with self._counts, self._hearing(), torch.autograd.graph.saved_tensors_hooks(packed, unpack):
@@ -208,7 +217,7 @@ class _Looker:
         self._note()
         self._open = False
         self.found = [
-            Seen(unit.name, unit.is_block, sums[13] or unit.name, *sums[:13], *sent)
+            Seen(unit.name, unit.is_block, sums[_KIND] or unit.name, *sums[:_KIND], *sent)
             for unit, sums, *sent in zip(self._units, self._sums, self._sent, self._last, self._returned, strict=True)
         ]
         first: dict[str, Seen] = {}
@@ -258,7 +267,7 @@ class _Looker:
             self._at = place
             tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
             given = [each for each in tensors if each.requires_grad]
-            self._sums[place][11] += sum(each.nbytes for each in given)
+            self._sums[place][_GIVEN] += sum(each.nbytes for each in given)
             for each in given:
                 each.register_hook(partial(self._leave, place))
 
@@ -271,7 +280,7 @@ class _Looker:
         if not self._open:
             return forward(*args, **kwargs)
         key = kind_of(unit, (args, kwargs))
-        self._sums[self._at][13] = key
+        self._sums[self._at][_KIND] = key
         if key in self._known:
             return alike(self._known[key], (args, kwargs))
         out = forward(*args, **kwargs)
@@ -287,5 +296,5 @@ class _Looker:
         events, self._read = self._log[self._read :], len(self._log)
         for place, value in enumerate(counts.all):
             sums[place] += value
-        sums[10] += sum(value for what, value in events if what == "saved")
+        sums[_SAVED] += sum(value for what, value in events if what == "saved")
         counts.clear()

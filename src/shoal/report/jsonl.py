@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,26 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         elif line and number < len(lines):
             damaged.append(number)
     return objects, damaged
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """The line of an attempt that goes on after the step `after`: what stands before it of later steps is trained
+    again."""
+
+    after: int
+
+
+def read_standing(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of `path` that have a step, without those of steps that a later attempt has trained again;
+    none where there is no such file."""
+    found: list[dict[str, Any]] = []
+    for line in read_lines(path)[0] if path.exists() else ():
+        if line.keys() == {"after"}:
+            found = [each for each in found if each["step"] <= line["after"]]
+        elif "step" in line:
+            found.append(line)
+    return found
 
 
 def as_float(value: Any) -> Any:

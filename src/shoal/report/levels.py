@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..comm.wire import sent
-from .jsonl import read_lines
+from .jsonl import read_standing
 
 MOMENTS = 300
 """Moments of a step in a trace at most: a line of the file then has some tens of kilobytes."""
@@ -106,15 +106,13 @@ def _kept(rows: Sequence[Sequence[int]], tiers: Sequence[str]) -> list[int]:
 
 
 def read_memory_traces(path: Path | str) -> list[MemoryTrace]:
-    """Reads the traces in `path`, the last one of each step and rank; none when there is no such file.
+    """Reads the traces in `path`, the last one of each step and rank, without those of steps that were trained again;
+    none when there is no such file.
 
     Lines of another form are left out.
     """
-    path = Path(path)
-    if not path.exists():
-        return []
     names = {field.name for field in fields(MemoryTrace)}
-    traces = [MemoryTrace(**line) for line in read_lines(path)[0] if set(line) == names]
+    traces = [MemoryTrace(**line) for line in read_standing(Path(path)) if set(line) == names]
     return list({(trace.step, trace.rank): trace for trace in traces}.values())
 
 

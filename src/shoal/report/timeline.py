@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..comm.wire import sent
-from .jsonl import read_lines
+from .jsonl import read_standing
 from .levels import MemoryTrace, counter_events
 
 LANES = ("compute", "comm")
@@ -46,15 +46,13 @@ class Span:
 def read_timeline(path: Path | str) -> list[Span]:
     """Reads the spans in `path`, rank by rank in the order in which they were written; none when there is no such file.
 
-    Incomplete lines and lines of another form are left out. Where the steps of a rank go back as time goes on, its run
-    was resumed there, and earlier spans from that step on are dropped, of all ranks: there may be fewer of them now.
+    Incomplete lines and lines of another form are left out, and spans of steps that were trained again. Also where the
+    steps of a rank go back as time goes on its run was resumed, and earlier spans from that step on are dropped, of all
+    ranks: there may be fewer of them now.
     """
-    path = Path(path)
-    if not path.exists():
-        return []
     names = {field.name for field in fields(Span)}
     kept: dict[int, list[Span]] = {}
-    for line in read_lines(path)[0]:
+    for line in read_standing(Path(path)):
         if set(line) | {"phase"} != names or line["lane"] not in TRACE_LANES:
             continue
         span = Span(**line)

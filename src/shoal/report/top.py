@@ -17,7 +17,7 @@ from shoal.toml import plan_text
 
 from .changes import ServerRecord
 from .events import Event, event_line
-from .jsonl import read_lines
+from .jsonl import read_standing
 from .metrics import RunRecords
 from .progress import Pace, progress_bar, status_line
 from .rounds import round_text
@@ -85,11 +85,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def recorded_ranks(run_dir: Path) -> dict[int, RankRow]:
     """Returns what each rank did in the last recorded step, by rank; nothing before an attempt has written it."""
     path = run_dir / "timeline.jsonl"
-    spans = (
-        [each for each in read_lines(path)[0] if {"step", "rank", "lane", "seconds"} <= set(each)]
-        if path.exists()
-        else []
-    )
+    spans = [each for each in read_standing(path) if {"rank", "lane", "seconds"} <= each.keys()]
     last = max((span["step"] for span in spans), default=0)
     seconds: dict[int, dict[str, float]] = {}
     for span in spans:
