@@ -613,3 +613,31 @@ def test_a_block_is_computed_again_with_the_weights_that_it_was_given(zero):
     (kept,) = simulate_world(1, with_other_weights, "none")
     for losses in simulate_world(2, partial(with_other_weights, zero=zero), "full"):
         assert losses == pytest.approx(kept, rel=1e-5)
+
+
+class Adversary(nn.Module):
+    """Judges what it makes with its judge frozen, which learns from other calls of it, as a GAN's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, 24), nn.Linear(24, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.inward(x)
+        self.blocks.requires_grad_(False)
+        judged = self.blocks[1](self.blocks[0](made))
+        self.blocks.requires_grad_(True)
+        return self.outward(judged - self.blocks[1](self.blocks[0](made.detach())) * 0.5)
+
+
+@pytest.mark.parametrize("option", ["full", "selective"])
+def test_a_block_that_was_frozen_is_computed_again_frozen(option):
+    losses = []
+    for recompute in ("none", option):
+        engine = Engine(
+            Adversary, regression, partial(torch.optim.SGD, lr=0.05), Plan(recompute=recompute), global_batch=8
+        )
+        losses.append([engine.step(batch).loss for batch in engine.batches(teacher.data(), steps=3)])
+        engine.close()
+    assert losses[1] == losses[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -56,3 +57,28 @@ def weights_of(module: nn.Module) -> list[Place]:
     tensors."""
     tables = [table for each in module.modules() if isinstance(table := each._parameters, dict)]
     return [(table, key, value) for table in tables for key, value in dict.items(table)]  # asked for, they would come
+
+
+def weights_as_found(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Returns what makes contexts in which `module` has the parameters that it has now, each trained or frozen as it is
+    now."""
+    weights = weights_of(module)
+    trained = [(value, value.requires_grad) for *_, value in weights if value is not None]
+
+    @contextmanager
+    def found() -> Iterator[None]:
+        others = [(table, key, now) for table, key, value in weights if (now := dict.get(table, key)) is not value]
+        changed = [(value, flag) for value, flag in trained if value.requires_grad != flag]
+        for table, key, value in weights if others else ():
+            dict.__setitem__(table, key, value)
+        for value, flag in changed:
+            value.requires_grad_(flag)
+        try:
+            yield
+        finally:
+            for value, flag in changed:
+                value.requires_grad_(not flag)
+            for table, key, value in others:
+                dict.__setitem__(table, key, value)
+
+    return found

@@ -16,8 +16,8 @@ the recomputed part, run once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from shoal.module.block_inputs import BlockInputs
 from shoal.module.buffer_values import replaced
 from shoal.module.chosen_blocks import Places, chosen_blocks, over_budget
 from shoal.module.compiling import observed
-from shoal.module.functional import weights_of
+from shoal.module.functional import weights_as_found
 from shoal.module.late_noise import runs_to_its_end
 from shoal.module.meter import Meter, in_functorch
 from shoal.module.random import host_draws, host_state
@@ -206,12 +206,12 @@ class _Block:
                 return graph(*args, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             failed = False
-            found, weights, plain = self._buffers(), weights_of(module), plain_attributes(module)
+            found, weights, plain = self._buffers(), weights_as_found(module), plain_attributes(module)
             given = BlockInputs(type(module).__name__, args, kwargs, self._in_place)
             makers = [make(module) for make in self._again]
             draws = partial(host_draws, host_state())
             repeated: list[Callable[[], AbstractContextManager[Any]]] = [partial(attributes_as_found, plain), draws]
-            repeated += [*makers, partial(self._as_found, found), partial(_in_place_of_own, weights)]
+            repeated += [*makers, partial(self._as_found, found), weights]
             both = first, Anew([*repeated, given.found_again, second])
             try:
                 return checkpoint(
@@ -271,19 +271,6 @@ class _Block:
         """Gives buffers the values that the first forward found, inside the context."""
         values = {id(each.copy): each.copy.clone() for each in found.values()}
         return replaced([(each.owner, each.key, values[id(each.copy)]) for each in found.values()])
-
-
-@contextmanager
-def _in_place_of_own(weights: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Puts `weights` where others are, inside the context."""
-    others = [(table, key, dict.get(table, key)) for table, key, value in weights if dict.get(table, key) is not value]
-    for table, key, value in weights if others else ():
-        dict.__setitem__(table, key, value)
-    try:
-        yield
-    finally:
-        for table, key, value in others:
-            dict.__setitem__(table, key, value)
 
 
 class _Found(NamedTuple):

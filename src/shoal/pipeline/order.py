@@ -43,7 +43,7 @@ def children_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _uses_of(module: nn.Module) -> _Uses:
-    uses = _Uses(type(module), {name: frozenset(child._parameters) for name, child in module.named_children()})
+    uses = _Uses(type(module), {name: frozenset(child._parameters.keys()) for name, child in module.named_children()})
     uses.follow("forward")
     uses.follow_aside()
     return uses
