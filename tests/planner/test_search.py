@@ -188,14 +188,6 @@ def test_each_rank_has_room_on_its_host_and_not_only_the_one_whose_device_is_ful
     assert seen
 
 
-def test_weights_that_ranks_share_stay_in_a_tier_that_has_room() -> None:
-    """Without one they are gathered in each pass; where all fitted on the device no tier was asked for."""
-    pins = {"zero": 3, "dp": 4, "recompute": "none"}
-    asked = task(model(4, 1e8, 2 * MIB), cluster(hosts=1, memory=16 * GIB, inside=1e9), 8, pins=pins, microbatch=1)
-    best, plain = (search(each).best[0] for each in (asked, replace(asked, pins={**pins, "memory": None})))
-    assert best.choice.offload is not None and not best.terms["offload"] and best.seconds < 0.7 * plain.seconds
-
-
 def test_a_disk_that_the_machine_does_not_have_is_refused() -> None:
     pins = {"memory": {"device": "1GiB", "host": "800MiB", "disk": "/scratch"}}
     on = cluster(hosts=1, count=1)

@@ -25,7 +25,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.held import Held
 from shoal.planner.no_degrees import no_degrees
-from shoal.planner.task import EXACT, Choice, Estimate, Found, Offload, Task
+from shoal.planner.task import EXACT, Choice, Estimate, Found, Task
 from shoal.toml import plan_text
 
 BEST = 12
@@ -102,11 +102,7 @@ class Search(Choices):
         enough, slow = set[Tier](), set[Tier]()
         for tier in self.tiers(first.spread):
             zero, shard, away, how = tier
-            nearer = (
-                [(zero, shard, each, how) for each in self.nearer[away]]
-                if away and not gathers_less(zero, away)
-                else []
-            )
+            nearer = [(zero, shard, each, how) for each in self.nearer[away]] if away else []
             if any(each in enough for each in nearer):
                 continue
             self._priced += 1
@@ -253,12 +249,6 @@ class Search(Choices):
     def _worst(self) -> float:
         """Seconds that a candidate has to stay below."""
         return min(self._below, -self._best[0][0]) if len(self._best) == BEST else self._below
-
-
-def gathers_less(zero: int, away: Offload) -> bool:
-    """Whether a tier may be faster though all fits without one: weights that have room there are gathered once a step,
-    and else in each pass."""
-    return zero == 3 and away.disk is None and not away.activations
 
 
 def search(task: Task) -> Found:
