@@ -203,7 +203,7 @@ def test_stages_that_send_over_the_same_links_are_found_once() -> None:
     }.items():
         other = Search(with_more(asked)[what], first)
         assert (other.lane(choice) is first.lane(choice)) == same, what
-    alone = replace(choice, spread=Spread(stages=1, copies=4, parts=2))
+    alone = choice._replace(spread=Spread(stages=1, copies=4, parts=2))
     between = Search(with_more(asked)["GB/s between hosts"], first)
     assert between.lane(alone) is first.lane(alone), "copies alone send between hosts"
 

@@ -124,7 +124,7 @@ def test_stages_send_what_is_counted(plan, tied):
     sends = {flow: of.payload for flow, of in traffic.items() if flow.purpose not in BALLOTS}
     found = sum(of for flow, of in sends.items() if flow.operation != "recv" and flow.group != "dp")  # replicas: one
     assert sum(estimate.wire.values()) == pytest.approx(found, rel=0.01), sends
-    other = replace(choice, schedule="zbv")
+    other = choice._replace(schedule="zbv")
     assert (met(searched.prices, choice)[0] > 0) == tied and met(searched.prices, other)[0] == 0
 
 

@@ -41,7 +41,7 @@ def every(asked: Search) -> list[float]:
     found = [asked.finished(way) for each in looked for way in (each, *asked.freer(each))]
     found = [each for each in found if each.bytes <= asked.task.most]
     bare = [each.choice for each in found if not each.choice.offload and each.choice.recompute == "none"]
-    nearer = [replace(each.choice, offload=None, recompute="none") for each in found]
+    nearer = [each.choice._replace(offload=None, recompute="none") for each in found]
     left = [each for each, near in zip(found, nearer, strict=True) if not each.choice.offload or near not in bare]
     return sorted(asked.simulated(each).seconds for each in left)
 

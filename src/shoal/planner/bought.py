@@ -50,5 +50,5 @@ def with_more(task: Task) -> dict[str, Task]:
 
 def _asked(choice: Choice) -> Choice:
     """The choice without what prices find of it, which differs with the memory that there is."""
-    offload = choice.offload and replace(choice.offload, device=0.0)
-    return replace(choice, offload=offload, recompute="none", stages=(), shares=())
+    offload = choice.offload and choice.offload._replace(device=0.0)
+    return choice._replace(offload=offload, recompute="none", stages=(), shares=())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -159,7 +158,7 @@ class Choices(Estimates):
         if any(device.on_host for device in cluster.devices):  # one memory: only a disk has more
             return [None, *([] if scratch is None else [Offload(disk=scratch)])]
         on_host = [Offload(self.task.most, activations=share) for share in WAITING]
-        on_disk = [replace(each, host=cluster.host_memory, disk=scratch) for each in on_host]
+        on_disk = [each._replace(host=cluster.host_memory, disk=scratch) for each in on_host]
         return [None, *on_host, *([] if scratch is None else on_disk)]
 
     @cached_property
@@ -167,7 +166,7 @@ class Choices(Estimates):
         """What keeps more nearer by than each of `offloads`: where that fits, nothing is to go farther. Everything on
         the device, or on the host what would go to the disk."""
         return {
-            away: [None, *([] if away.disk is None else [replace(away, host=None, disk=None)])]
+            away: [None, *([] if away.disk is None else [away._replace(host=None, disk=None)])]
             for away in self.offloads
             if away
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
@@ -223,7 +223,7 @@ class Prices:
         once with a microbatch is divided too."""
         if not (probed := self.task.probed):
             return (1.0,) * 4
-        whole, rowwise = math.fsum(part.products.value for part in own), replace(spread, parts=1)
+        whole, rowwise = math.fsum(part.products.value for part in own), spread._replace(parts=1)
         share = math.fsum(part.products.on(rowwise) for part in own) / whole if whole else 1.0
         return tuple(between([(each[0], each[place]) for each in probed], share * rows) for place in range(1, 5))
 

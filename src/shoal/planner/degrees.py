@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.plan import Plan
 
@@ -22,10 +20,10 @@ Ways = Mapping[str, tuple[int, ...]]
 that goes is traced."""
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """How many ranks divide what: `stages` of the model; `copies` have other samples; `tokens` of each row; `parts` of
-    each matrix; `experts` among copies and tokens. `ring`: how attention sees whole rows."""
+    each matrix; `experts` among copies and tokens. `ring`: how attention sees whole rows. A tuple, since a search makes
+    ten thousands and looks a million times up what it found of one."""
 
     stages: int = 1
     copies: int = 1
@@ -33,14 +31,6 @@ class Spread:
     parts: int = 1
     experts: int = 1
     ring: bool = False
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Kept, since a search asks for it a million times."""
-        return hash((self.stages, self.copies, self.tokens, self.parts, self.experts, self.ring))
 
     @property
     def size(self) -> int:
@@ -51,7 +41,7 @@ class Spread:
         """Ranks that have the same weights."""
         return self.copies * self.tokens
 
-    @cached_property
+    @property
     def inside(self) -> Spread:
         """How one stage of one copy is divided: all that decides what a part of it takes and holds."""
         return Spread(tokens=self.tokens, parts=self.parts, experts=self.experts, ring=self.ring)
@@ -145,8 +135,8 @@ def _by_context(spread: Spread, most: Mapping[str, int], pins: Mapping[str, Any]
     if "context" in pins:
         ways = [pins["context"] == "ring"]
     for ring in ways:
-        if spread.tokens == 1 or not why_not_tokens(replace(spread, ring=ring), most):
-            yield replace(spread, ring=ring)
+        if spread.tokens == 1 or not why_not_tokens(spread._replace(ring=ring), most):
+            yield spread._replace(ring=ring)
 
 
 def why_not_tokens(spread: Spread, most: Mapping[str, int]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from shoal.module.chosen_blocks import as_ranges
 from shoal.plan import Option
@@ -22,8 +23,7 @@ from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import timing
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """What is known of a choice whose stages treat their blocks as `counts` say, before it is priced: the `terms` that
     do not depend on what copies of the model share; the deal, the seconds of all stages, the rank of the pipeline that
     others wait for, and what the rank holds whose device is fullest."""
@@ -38,8 +38,7 @@ class Begun:
     fullest: Held
 
 
-@dataclass(frozen=True)
-class Beside:
+class Beside(NamedTuple):
     """Seconds that a rank's step takes longer than computing and waiting for stages: by what `copies` of the model
     share, by what moves, and by the update; the bytes that it sends, and the seconds of what is `moving` (see
     Estimate)."""
@@ -148,8 +147,7 @@ class Estimates(Recomputed):
             _add(wire, self._sent_again(choice, lane, place, counts[place]), number * (1 + stages[place].parted))
         if ranks > 1:
             terms["stages"] += met(self.prices, choice)[0]
-        chosen = replace(
-            choice,
+        chosen = choice._replace(
             stages=lane.cuts.numbers if ranks > 1 else (),
             recompute=self._option(lane, counts),
             shares=deal.shares,
@@ -170,7 +168,7 @@ class Estimates(Recomputed):
         for rank, *_ in lane.cuts.alike:
             if self._own(begun.choice.spread, lane.stages, rank).trained > trained:
                 other, early = self._beside(begun, rank), sum(each.backward for each in begun.stages[:rank])
-                other = replace(other, copies=max(0.0, other.copies - early))
+                other = other._replace(copies=max(0.0, other.copies - early))
                 found = max(found, other, key=lambda each: each.seconds)
         return found
 
@@ -204,7 +202,7 @@ class Estimates(Recomputed):
             return max(ranks, key=lambda each: each.bytes + each.host)
         found = max(ranks, key=lambda each: each.bytes)
         host, disk = (max(ways) for ways in zip(*((each.host, each.disk) for each in ranks), strict=True))
-        return found if found.host == host and found.disk == disk else replace(found, host=host, disk=disk)
+        return found if found.host == host and found.disk == disk else found._replace(host=host, disk=disk)
 
     def each(self, choice: Choice) -> list[Held]:
         """What the ranks of a pipeline hold, of those that are alike one."""

@@ -126,7 +126,7 @@ def _has_room(search: Search, one: Choice) -> bool:
     for shard in dict.fromkeys(shard for _, shard, *_ in tiers):
         offloads = [away for _, own, away, _ in tiers if own == shard]
         for away in sorted(offloads, key=lambda away: away.activations if away else math.inf, reverse=True):
-            choice = replace(one, zero=zero, shard=shard, offload=away)
+            choice = one._replace(zero=zero, shard=shard, offload=away)
             if search.fits(choice, has := search.holds(choice)):
                 return True
             if away and has.bytes > (1 + 1e-9) * search.most(choice):

@@ -4,7 +4,6 @@ state, and the activations of the microbatches under way. A plan that is chosen 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.chunks.gradient_pool import BUFFERS as LOANS
@@ -16,8 +15,7 @@ from shoal.planner.task import Choice
 from shoal.planner.temporaries import Lives
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What a rank holds and, with `plan.memory`, what of it moves.
 
     - `device`: bytes by role; `host`, `disk`: bytes at home there

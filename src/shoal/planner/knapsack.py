@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ Counts = tuple[tuple[int, ...], ...]
 """For each kind of blocks how many of them are treated in each way."""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """`number` blocks that are alike: for each way to treat one, the bytes that it `frees` and the seconds that it
     `costs`."""
 
@@ -58,18 +57,23 @@ class Front:
 @lru_cache(maxsize=1 << 14)
 def front(kinds: tuple[Kind, ...], ways: int) -> Front:
     """All choices for blocks of `kinds`, each of which has as many `ways`."""
-    frees, costs, counts = np.zeros(1), np.zeros(1), np.zeros((1, 0), np.int32)
-    for kind in kinds:
-        one = _numbers(kind.number, ways)
-        more, dearer = one @ np.array(kind.frees), one @ np.array(kind.costs)
-        keep = _best(more, dearer)
-        one, more, dearer = one[keep], more[keep], dearer[keep]
+    if not kinds:
+        return Front([0.0], [0.0], np.zeros((1, 0), np.int32), ways)
+    (frees, costs, counts), *others = (_alone(kind, ways) for kind in kinds)
+    for more, dearer, one in others:
         frees, costs = np.add.outer(frees, more).ravel(), np.add.outer(costs, dearer).ravel()
         keep = _best(frees, costs)
-        before, own = keep // len(one), keep % len(one)
         frees, costs = frees[keep], costs[keep]
-        counts = np.concatenate([counts[before], one[own]], axis=1)
+        counts = np.concatenate([counts[keep // len(one)], one[keep % len(one)]], axis=1)
     return Front(frees.tolist(), costs.tolist(), counts, ways)
+
+
+def _alone(kind: Kind, ways: int) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
+    """The front of the blocks of one kind: bytes, seconds, counts."""
+    counts = _numbers(kind.number, ways)
+    frees, costs = counts @ np.array(kind.frees), counts @ np.array(kind.costs)
+    keep = _best(frees, costs)
+    return frees[keep], costs[keep], counts[keep]
 
 
 @lru_cache(maxsize=1024)

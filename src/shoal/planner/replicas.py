@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +33,7 @@ class Replicas:
         return math.fsum(sum(self.speeds[kind]) for kind in self.kinds) if len(self.speeds) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Dealt:
+class Dealt(NamedTuple):
     """`number` of microbatches on the replica that takes longest, which is of the kind `slowest`; the `most` that a
     replica has; `shares` of the replicas, empty where all have as many."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
@@ -189,7 +188,7 @@ class Search(Choices):
         asked: of those that differ in how ranks share it, the one that all of them share needs least."""
         if math.isinf(self._worst) or {"zero", "shard"} & set(self.task.pins):
             return True
-        least = replace(choice, zero=3 if choice.spread.replicas > 1 else 0, shard=None, exchange=EXACT)
+        least = choice._replace(zero=3 if choice.spread.replicas > 1 else 0, shard=None, exchange=EXACT)
         near = self._as_on_host(least)
         if near != least and self.looked(near).fullest.bytes > self.most(near):
             return False
@@ -210,7 +209,7 @@ class Search(Choices):
         same in the same time."""
         if choice.offload is None or choice.offload.disk is None or self.prices.slowest.on_host:
             return choice
-        return replace(choice, offload=self.nearer[choice.offload][-1])
+        return choice._replace(offload=self.nearer[choice.offload][-1])
 
     def fits(self, choice: Choice, has: Held) -> bool:
         """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""

@@ -132,8 +132,7 @@ class Task:
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Offload:
+class Offload(NamedTuple):
     """Weights, masters and optimizer state at home on the host, as `plan.memory` says. Bytes of a rank: what it may use
     of its `device` and of its `host`, None for no limit; `disk`: the directory of what the host does not hold, None
     for none; `activations`: the share of them that waits on the host."""
@@ -172,8 +171,7 @@ USABLE = 0.92
 """Share of a device's memory that a plan may fill: the rest is the driver's and the allocator's."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A point of the search space. `shard`: ranks of `spread.copies` that share one copy of the state; `chunks`: stages
     of a rank; `offload`: what is at home on the host, None where nothing is; `exchange`: how replicas agree; `compile`:
     whether blocks are compiled. What prices find of it: `stages`, blocks of each stage; `recompute`; and `shares` of

@@ -177,15 +177,22 @@ class Timed:
         if "shares" in self.task.pins and not pinned and len(paces) > 1:
             pinned = (1,) * choice.spread.copies
         found = dealt(number, paces, replicas, () if whole or evenly else pinned, together or whole, evenly)
-        return replace(found, shares=pinned) if whole else found, timed[found.slowest], again
+        return found._replace(shares=pinned) if whole else found, timed[found.slowest], again
 
     def _in_lane(
         self, choice: Choice, lane: Lane, counts: list[Counts], together: bool
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for. Found once for all that differ in where their state lies."""
-        evenly = self._evenly(choice.spread, choice.exchange)
+        if self._alike(choice.spread):
+            together = evenly = False
+        else:
+            evenly = self._evenly(choice.spread, choice.exchange)
         return self._timed(*timing(choice), lane, tuple(counts), together, evenly)
+
+    def _alike(self, spread: Spread) -> bool:
+        """Whether all replicas have as many microbatches in any case."""
+        return len(self.replicas(spread).speeds) == 1 and not self.task.pins.get("shares")
 
     @once
     def _timed(
