@@ -210,9 +210,13 @@ class Estimates(Recomputed):
         return self._ranks(choice, lane, counts, self.deal(choice, lane, counts).most)
 
     def _ranks(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> list[Held]:
-        plain, again = self._plain(*timing(choice), most), lane.recomputes(counts)
-        alike = (each if again else [max(each, key=plain.__getitem__)] for each in lane.cuts.alike)
-        return [self._held(choice, lane, rank, counts, most) for ranks in alike for rank in ranks]
+        plain, alike = self._plain(*timing(choice), most), dict[object, list[int]]()
+        alone = choice.chunks > 1 and lane.recomputes(counts)  # what frees much may be what few are under way of
+        for number, ranks in enumerate(lane.cuts.alike):
+            for rank in ranks:
+                alike.setdefault((number, alone and rank, *counts[rank :: lane.ranks]), []).append(rank)
+        fullest = (max(ranks, key=plain.__getitem__) for ranks in alike.values())
+        return [self._held(choice, lane, rank, counts, most) for rank in fullest]
 
     def _held(self, choice: Choice, lane: Lane, rank: int, counts: list[Counts], most: int) -> Held:
         """What a rank holds which has up to `most` microbatches."""
