@@ -10,16 +10,19 @@ from types import MappingProxyType
 
 from shoal.errors import UserError
 from shoal.planner.bought import bought
-from shoal.planner.choices import island
+from shoal.planner.choices import island, with_tier
 from shoal.planner.cluster import Host
+from shoal.planner.costs import together
 from shoal.planner.degrees import Spread
+from shoal.planner.held import resting
 from shoal.planner.longer import longer
 from shoal.planner.profile import Profile, deepened
 from shoal.planner.search import Search, search
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
 
 MOST = 1 << 12
-"""Times as much, at most, that is asked for."""
+"""Times as long a row, at most, that is asked for, and blocks, but for eight times as many as there are: each further
+one takes its time to be dealt out to stages."""
 NEAR = 5
 """Alternatives that are shown, and near which it is searched again."""
 SIZES = 16
@@ -114,7 +117,24 @@ def roomy(task: Task, first: Spread | None = None) -> Spread | None:
     search = Search(replace(asked, recompute=("full",), schedules=schedules))
     spreads = search.spreads()[::-1]
     spreads.sort(key=lambda each: each != first)
-    return next((each for each in spreads if any(_has_room(search, one) for one in search.firsts(each))), None)
+    may = (each for each in spreads if _may_have_room(search, each))
+    return next((each for each in may if any(_has_room(search, one) for one in search.firsts(each))), None)
+
+
+def _may_have_room(search: Search, spread: Spread) -> bool:
+    """Whether the state alone has room, on the device and on the host, at the mean of the stages: one of them holds no
+    less. A disk takes masters and the optimizer's state."""
+    pieces = search.prices.alike(range(len(search.prices.pieces)))
+    whole = together([(search.prices.sizes(place, spread), number) for place, number in pieces])
+    first, tied = next(search.firsts(spread), None), search.tied(spread)
+    for choice in (with_tier(first, tier) for tier in search.tiers(spread)) if first else ():
+        state, away = resting(search.prices, choice, whole, tied), choice.offload
+        if away and away.disk is not None:
+            state = {role: nbytes for role, nbytes in state.items() if role in ("weights", "gradients")}
+        on_host = search.on_host(choice) if away and not search.prices.slowest.on_host else 0.0
+        if (1 - 1e-9) * math.fsum(state.values()) / spread.stages <= search.most(choice) + on_host:
+            return True
+    return False
 
 
 def _has_room(search: Search, one: Choice) -> bool:
@@ -145,14 +165,15 @@ def largest(task: Task) -> tuple[int | None, bool, int]:
         return deepened(profile, blocks, least // 2)
 
     pins = {key: value for key, value in task.pins.items() if key != "stages"}  # which are those of so many blocks
-    blocks, more = _most(lambda blocks: replace(task, profile=of(blocks), pins=pins), least)
+    most = max(MOST, 8 * least)
+    blocks, more = _most(lambda blocks: replace(task, profile=of(blocks), pins=pins), least, most)
     return (blocks, more, of(blocks).parameters) if blocks else (None, False, 0)
 
 
 def longest(task: Task) -> tuple[float, bool]:
     """How many times as long a row could be, and whether a longer one may fit; memory grows with its
     tokens, and so do learned positions."""
-    quarters, more = _most(lambda quarters: replace(task, profile=longer(task.profile, quarters / 4)), 4)
+    quarters, more = _most(lambda quarters: replace(task, profile=longer(task.profile, quarters / 4)), 4, 4 * MOST)
     return quarters / 4, more
 
 
@@ -180,9 +201,9 @@ def numbers_of_hosts(most: int) -> list[int]:
     return [each for each in range(1, most + 1) if each % step == 0 or most % each == 0]
 
 
-def _most(asked: Callable[[int], Task], start: int) -> tuple[int, bool]:
+def _most(asked: Callable[[int], Task], start: int, most: int) -> tuple[int, bool]:
     """The largest number for which what is asked fits, near enough: by doubling, then by halves to 2%, 0 for none; and
-    whether larger ones may fit, as MOST times `start` is the end."""
+    whether larger ones may fit, as from `most` on none is asked for."""
     last: Spread | None = None
 
     def possible(number: int) -> bool:
@@ -195,10 +216,10 @@ def _most(asked: Callable[[int], Task], start: int) -> tuple[int, bool]:
         low, high = 0, start
     else:
         low = start
-        while low < MOST * start and possible(2 * low):
+        while low < most and possible(2 * low):
             low *= 2
         high = 2 * low
-    if low >= MOST * start:
+    if low >= most:
         return low, True
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
