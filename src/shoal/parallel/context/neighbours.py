@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.module.calls import calls_of
 from shoal.parallel.context.asked import check_result
-from shoal.parallel.in_loss import InLoss, calls_of
+from shoal.parallel.in_loss import InLoss
 
 # Of functions that pick or move elements by their place: the dims along which they do, from their arguments.
 
