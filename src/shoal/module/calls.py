@@ -12,10 +12,10 @@ from torch import nn
 _CALL = nn.Module._call_impl.__code__
 
 
-def calls_of(parts: Collection[nn.Module]) -> Iterator[Mapping[str, Any]]:
-    """Yields the keyword arguments of those of `parts` that are being called now, the innermost call first."""
+def calls_of(parts: Collection[nn.Module]) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+    """Yields those of `parts` that are being called now and their keyword arguments, the innermost call first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") in parts:
-            yield frame.f_locals["kwargs"]
+        if frame.f_code is _CALL and (found := frame.f_locals)["self"] in parts:
+            yield found["self"], found["kwargs"]
         frame = frame.f_back
