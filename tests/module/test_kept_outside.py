@@ -201,6 +201,14 @@ def test_what_a_factory_imports_has_values(make, tmp_path, monkeypatch):
     assert float(sys.modules.pop("late_table").ONES) == 1.0
 
 
+def test_what_torch_imports_to_leave_a_mode_is_imported_as_ever():
+    """Else the first such import of a process ended in a circle, and the model was not recorded."""
+    with nothing_kept_outside():
+        first, *others = sys.meta_path
+        assert first.find_spec("torch._subclasses.schema_check_mode", None) is None
+    assert sys.meta_path == others
+
+
 def test_what_has_values_stays():
     nothing_known()
     kept = Cached.table(3)

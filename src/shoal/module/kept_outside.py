@@ -42,13 +42,16 @@ def nothing_kept_outside(*owners: Any) -> Iterator[list[Any]]:
 
 
 class _Imports:
-    """Has the code of Python modules that are imported for the first time run outside of all modes."""
+    """Has the code of Python modules that are imported for the first time run outside of all modes. That of `OTHERS`
+    runs as it is: torch imports some of its own to leave a mode."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] in OTHERS:
+            return None
         others = (each for each in list(sys.meta_path) if not isinstance(each, _Imports))
         spec = next((spec for each in others if (spec := each.find_spec(name, path, target)) is not None), None)
         if spec is not None and isinstance(getattr(spec.loader, "__dict__", None), dict):
-            spec.loader.exec_module = partial(_outside_of_modes, spec.loader.exec_module)  # type: ignore[union-attr]
+            spec.loader.exec_module = partial(_outside_of_modes, spec.loader.exec_module)  # type: ignore[method-assign, union-attr]
         return spec
 
 
