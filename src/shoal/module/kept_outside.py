@@ -50,8 +50,9 @@ class _Imports:
             return None
         others = (each for each in list(sys.meta_path) if not isinstance(each, _Imports))
         spec = next((spec for each in others if (spec := each.find_spec(name, path, target)) is not None), None)
-        if spec is not None and isinstance(getattr(spec.loader, "__dict__", None), dict):
-            spec.loader.exec_module = partial(_outside_of_modes, spec.loader.exec_module)  # type: ignore[method-assign, union-attr]
+        loader: Any = None if spec is None else spec.loader
+        if isinstance(getattr(loader, "__dict__", None), dict):
+            loader.exec_module = partial(_outside_of_modes, loader.exec_module)
         return spec
 
 
