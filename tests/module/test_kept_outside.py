@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial, wraps
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal import Engine, Plan, auto_plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from shoal.module.build import build, build_blank, without_values
 from shoal.module.kept_outside import nothing_kept_outside
+from shoal.parallel.tensor.graph.trace import fake_mode, trace
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from tests.pool import reference, run_ranks
 
@@ -161,6 +164,49 @@ def test_a_model_that_is_built_leaves_nothing(make):
     TABLES[7] = real = torch.ones(3)
     make(Buffer)
     assert list(TABLES) == [7] and TABLES[7] is real
+
+
+class Imports(Positions):
+    """Imports in its forward what makes a tensor of its own, as layers of `transformers` do peft."""
+
+    def at(self) -> Tensor:
+        import late_table
+
+        return positions(D) * late_table.ONES.sum().item()
+
+
+def test_what_is_imported_without_values_has_some_and_is_none_of_the_model(tmp_path, monkeypatch):
+    """Ranks of which one had imported it before cut other layers; its tensors had no values for good."""
+    (tmp_path / "late_table.py").write_text("import torch\nONES = torch.ones(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = build(Imports, 0).module
+    mode = fake_mode(module)
+    with mode:
+        x = torch.zeros(2, D)
+    first, second = ([op.name for op in trace("", module, [x], {}, mode).ops] for _ in range(2))
+    assert first == second and not isinstance(sys.modules.pop("late_table").ONES, FakeTensor)
+
+
+@pytest.mark.parametrize("make", [partial(build, seed=0), build_blank, without_values])
+def test_what_a_factory_imports_has_values(make, tmp_path, monkeypatch):
+    (tmp_path / "late_table.py").write_text("import torch\nONES = torch.ones(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def factory() -> nn.Module:
+        import late_table
+
+        return nn.Linear(2, late_table.ONES.numel())
+
+    make(factory)
+    assert float(sys.modules.pop("late_table").ONES) == 1.0
+
+
+def test_what_torch_imports_to_leave_a_mode_is_imported_as_ever():
+    """Else the first such import of a process ended in a circle, and the model was not recorded."""
+    with nothing_kept_outside():
+        first, *others = sys.meta_path
+        assert first.find_spec("torch._subclasses.schema_check_mode", None) is None
+    assert sys.meta_path == others
 
 
 def test_what_has_values_stays():

@@ -93,9 +93,27 @@ def of_experts(model: nn.Module, mb: Any) -> Any:
     return total + sum(each.square().sum() for name, each in model.named_parameters() if "experts" in name), count
 
 
-def trained(world: Any, factory: Callable[[], nn.Module], loss: Any, plan: Plan) -> list[float]:
+class Coder(nn.Module):
+    """Layers of which tp cuts the first by rows and the second by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.coder, self.decoder = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decoder(F.gelu(self.coder(self.embed(input_ids)))))
+
+
+def of_codes(between: Callable[[torch.Tensor], torch.Tensor], model: Any, mb: Any) -> Any:
+    """Calls the layers of a `Coder` by themselves, with something else between them than the model has."""
+    logits = model.head(model.decoder(between(model.coder(model.embed(mb["input_ids"])))))
+    return F.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (mb["labels"] >= 0).sum()
+
+
+def trained(world: Any, factory: Callable[[], nn.Module], loss: Any, plan: Plan, rules: Any = None) -> list[float]:
     make = partial(torch.optim.SGD, lr=0.1)
-    running = Engine(factory, loss, make, plan, global_batch=8, microbatch=4, world=world)
+    running = Engine(factory, loss, make, plan, global_batch=8, microbatch=4, world=world, tensor_rules=rules)
     try:
         return [running.step(batch).loss for batch in running.batches(text(), steps=3)]
     finally:
@@ -119,6 +137,23 @@ def test_a_loss_may_call_a_part_of_a_model_whose_experts_are_spread():
 def test_a_penalty_on_experts_is_refused():
     with pytest.raises(UserError, match=r"plan.ep = 2: the loss computes with .*experts.* or take plan.ep = 1"):
         simulate_world(2, trained, Body, of_experts, Plan(dp=2, ep=2))
+
+
+@pytest.mark.parametrize("between", [partial(F.normalize, dim=-1), partial(torch.softmax, dim=-1)])
+def test_a_loss_takes_no_part_of_what_a_layer_gives_for_all_of_it(between):
+    """Each rank took the norm of its part: losses and gradients were others, without a message."""
+    loss = partial(of_codes, between)
+    with pytest.raises(UserError, match=r'the loss calls coder by itself, .*"coder\.\*\*": "whole"'):
+        simulate_world(2, trained, Coder, loss, Plan(tp=2))
+    (one,) = simulate_world(1, trained, Coder, loss, Plan())
+    for losses in simulate_world(2, trained, Coder, loss, Plan(tp=2), {"coder.**": "whole"}):
+        assert losses == pytest.approx(one, rel=1e-5)
+
+
+def test_a_loss_computes_each_element_of_a_part_by_itself():
+    (one,) = simulate_world(1, trained, Coder, partial(of_codes, torch.tanh), Plan())
+    for losses in simulate_world(2, trained, Coder, partial(of_codes, torch.tanh), Plan(tp=2)):
+        assert losses == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize("context", ["ulysses", "ring"])

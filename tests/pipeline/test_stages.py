@@ -911,6 +911,26 @@ class Around(nn.Module):
         return x
 
 
+class Siamese(nn.Module):
+    """Two inputs by the same layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = nn.Sequential(layer(), nn.Tanh(), layer(), layer()), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tower(x) * self.tower(x.flip(1)))
+
+
+def test_layers_that_are_called_again_train_in_one_stage_as_the_refusal_says():
+    """It named the first of them alone, and not what else has to lie beside it."""
+    found = run_ranks(refusal, 2, Siamese)
+    assert re.search(r"tower.0 more than once.* \(tower.0, tower.2, tower.3, or what", found[0]), found
+    named = {"pp": 2, "stages": [["tower.0", "tower.2", "tower.3"], ["head"]]}
+    one = run_ranks(train, 1, Siamese, {})[0]
+    assert run_ranks(train, 2, Siamese, named) == [pytest.approx(one, rel=1e-12)] * 2
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

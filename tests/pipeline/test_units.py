@@ -72,3 +72,13 @@ def test_a_part_of_a_block_that_is_not_there_is_refused_with_the_blocks_there_ar
     names = [each.name for each in lying]
     with pytest.raises(UserError, match=r'"blocks.3" is no part of the model\. There are blocks.0 to blocks.2\. Its'):
         stages_of(lying, 2, [names, ["blocks.3"]])
+
+
+def test_fewer_blocks_than_stages_are_cut_by_names() -> None:
+    """The refusal told of a smaller plan.pp alone."""
+    parts = [Unit(name, nn.Linear(2, 2), 4, name == "block") for name in ("first", "block", "last")]
+    with pytest.raises(UserError, match=r"1 blocks has no 2 stages .* name the parts of each stage .* there are 3"):
+        stages_of(parts, 2)
+    assert stages_of(parts, 2, [["first"], ["block", "last"]]) == [0, 1, 1]
+    with pytest.raises(UserError, match=r"no 4 stages: take at most 1$"):
+        stages_of(parts, 4)

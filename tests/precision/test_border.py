@@ -1,17 +1,19 @@
-"""What the model gives its loss under low precision."""
+"""What a model is given, and gives its loss, in each precision."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shoal import Engine
+from shoal import Engine, Plan
 from tests.exchange import teacher
 
 
@@ -46,3 +48,53 @@ def test_a_loss_is_computed_in_fp32_whatever_the_model_returns(form):
     engine = Engine(lambda: Wraps(form), loss, teacher.ADAMW, global_batch=16, precision="bf16")
     assert engine.step(next(engine.batches(teacher.data()))).loss > 0
     engine.close()
+
+
+class Siamese(nn.Module):
+    """A tower and a head, which a loss may call by themselves. `once`: False has backward run them again."""
+
+    def __init__(self, once: bool = True) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Sequential(nn.Linear(teacher.INPUTS, 8), nn.Tanh()), nn.Linear(8, 6))
+        self.head, self.once = nn.Linear(6, teacher.OUTPUTS), once
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(x) if self.once else checkpoint(self.both, x, use_reentrant=False)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.head(self.tower(x).tanh())
+
+
+def by_parts(model: Any, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    x = mb["inputs"]
+    made = model.head(model.tower(x).tanh()) + model(x)
+    assert made.dtype in (torch.float32, torch.float64)
+    return (made - mb["targets"]).square().sum(), made.numel()
+
+
+def whole(model: Any, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    made = 2 * model(mb["inputs"])
+    return (made - mb["targets"]).square().sum(), made.numel()
+
+
+@pytest.mark.parametrize(
+    ("precision", "plan", "once"),
+    [
+        ("fp64", Plan(), True),
+        ("bf16", Plan(), False),
+        ("bf16", Plan(recompute="full"), False),
+        ("bf16", Plan(compile="eager"), True),
+        ("fp16", Plan(), True),
+    ],
+    ids=["fp64", "checkpoint", "recompute", "compile", "fp16"],
+)
+def test_a_part_that_a_loss_calls_is_given_what_it_computes_with(precision, plan, once):
+    """It ended in torch's error on dtypes that differ. What backward runs again is cast as the first time."""
+    losses = []
+    for loss in (by_parts, whole):
+        engine = Engine(
+            partial(Siamese, once), loss, teacher.SGD, plan, global_batch=16, microbatch=8, precision=precision
+        )
+        losses.append([engine.step(batch).loss for batch in engine.batches(teacher.data(), steps=2)])
+        engine.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12 if precision == "fp64" else 2e-3)

@@ -24,10 +24,12 @@ from shoal.models.adapted import check_adapters
 from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
 from shoal.module.batchnorm import has_batch_statistics, synchronise
+from shoal.module.border import cast_at_the_border
 from shoal.module.build import Built
 from shoal.module.compiling import (
     blocks,
     compile_blocks,
+    graphs,
     nothing_to_recompute,
     numbered_parts,
     numbers_of,
@@ -46,7 +48,7 @@ from shoal.parallel.tensor.axis import confirming
 from shoal.pipeline import Runner, cut_into_stages
 from shoal.pipeline.axis import PipelineParallel
 from shoal.plan import option_name
-from shoal.precision import Precision, cast_at_the_border, set_products
+from shoal.precision import Precision, set_products
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,11 @@ def localize(
     if randomness.keyed:
         randomness.take_over(module, [block for block in blocks(module) if block is not module])
     set_products(module, precision, world.device)
+    closed = [*graphs(module, by_plan=False), *(block for block in blocks(module) if block is not module)]
     if plan.compile:
         compile_blocks(module, plan.compile)
     recompute = _recompute(module, numbered, ranks, axes, randomness)
-    cast_at_the_border(module, precision)
+    cast_at_the_border(module, precision, closed)
     return Local(ranks, model, built, layouts, tuple(axes), parallelized, pipeline, apart, tied, randomness, recompute)
 
 

@@ -1,6 +1,7 @@
 """Tensors without values that a model's code keeps outside of the model: results of `functools.lru_cache`, entries of a
 dict of a Python module, of a class or of a closure. A run on fake tensors, or on the meta device, leaves there what the
-next forward, on real ones, would be given."""
+next forward, on real ones, would be given. What a Python module makes when it is imported in such a run (a forward of
+`transformers` may import peft) has values, and none of that is seen as of the model."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, partial
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shoal.module.record import has_values
@@ -27,12 +31,34 @@ OTHERS = {*sys.stdlib_module_names, "torch", "shoal"}
 def nothing_kept_outside(*owners: Any) -> Iterator[list[Any]]:
     """Drops, behind the context, what the code of `owners` has kept inside it: of modules, of factories, and of what is
     added to the list that is given."""
-    found = list(owners)
+    found, imports = list(owners), _Imports()
+    sys.meta_path.insert(0, imports)
     try:
         yield found
     finally:
+        sys.meta_path.remove(imports)
         for table in _tables_of(*found):
             _drop(table, _has_no_values)
+
+
+class _Imports:
+    """Has the code of Python modules that are imported for the first time run outside of all modes. That of `OTHERS`
+    runs as it is: torch imports some of its own to leave a mode."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] in OTHERS:
+            return None
+        others = (each for each in list(sys.meta_path) if not isinstance(each, _Imports))
+        spec = next((spec for each in others if (spec := each.find_spec(name, path, target)) is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if isinstance(getattr(loader, "__dict__", None), dict):
+            loader.exec_module = partial(_outside_of_modes, loader.exec_module)
+        return spec
+
+
+def _outside_of_modes(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    with torch.inference_mode(False), _disable_current_modes(), torch._C.DisableTorchFunction():
+        run(module)
 
 
 def forgetting(owner: Any) -> Callable[[], None]:

@@ -3,25 +3,12 @@ compute."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-
-_CALL = nn.Module._call_impl.__code__
-
-
-def calls_of(parts: Collection[nn.Module]) -> Iterator[Mapping[str, Any]]:
-    """Yields the keyword arguments of those of `parts` that are being called now, the innermost call first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") in parts:
-            yield frame.f_locals["kwargs"]
-        frame = frame.f_back
 
 
 class InLoss(TorchFunctionMode):

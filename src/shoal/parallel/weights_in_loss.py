@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
-from shoal.parallel.in_loss import InLoss, calls_of
+from shoal.module.calls import calls_of
+from shoal.parallel.in_loss import InLoss
 
 
 class WeightsInLoss(InLoss):

@@ -228,9 +228,11 @@ class _Look(Calls):
         if given is None:
             name, its = self._split.units[unit].name, self._split.stages[unit]
             if call:
+                since = [self._split.units[each].name for each in self.since(unit)]
                 raise _Unfit(
                     f"the model calls {name} more than once, with parts of other stages in between, and a stage runs "
-                    "once for a microbatch: give all of them to one stage (plan.stages), or take plan.pp = 1"
+                    f"once for a microbatch: give it and what comes between to one stage ({', '.join(since)}, or what "
+                    "these lie in, in one list of plan.stages), or take plan.pp = 1"
                 )
             order = "give both to one stage, or name them in the order of the calls (plan.stages), or take plan.pp = 1"
             raise _Unfit(

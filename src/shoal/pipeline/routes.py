@@ -162,6 +162,11 @@ class Calls:
         self._numbers[unit] = self._numbers.get(unit, -1) + 1
         return self._numbers[unit]
 
+    def since(self, unit: int) -> list[int]:
+        """Returns `unit` and the parts that were first called behind it, in order."""
+        order = [*self._numbers]
+        return order[order.index(unit) :]
+
     def called(self, unit: int) -> int:
         """Returns the number of calls so far."""
         return self._numbers.get(unit, -1) + 1

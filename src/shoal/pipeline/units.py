@@ -80,6 +80,11 @@ def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) 
     """
     if wanted is None:
         pieces = pieces_of(units)
+        if len(pieces) < stages <= len(units):
+            raise UserError(
+                f"plan.pp: a model of {len(pieces)} blocks has no {stages} stages that are cut between these: take at "
+                f"most {len(pieces)}, or name the parts of each stage (plan.stages), of which there are {len(units)}"
+            )
         cuts = balance(
             [sum(unit.work for unit in piece.own) for piece in pieces],
             stages,

@@ -9,10 +9,7 @@ loss computes in fp32. Autocast is not used: autograd would save a low-precision
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
-from types import SimpleNamespace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -146,43 +143,12 @@ def set_products(module: nn.Module, chosen: Precision, device: torch.device) -> 
         allow_tf32(device)
 
 
-def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:
-    """Hooks the root module: casts floating arguments to the model's dtype, results to the master's."""
-
-    def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floating((args, kwargs), chosen.model)
-
-    def outputs(_: nn.Module, args: Any, output: Any) -> Any:
-        return _cast_results(output, chosen.master)
-
-    if chosen.low or chosen.model != torch.float32:
-        module.register_forward_pre_hook(inputs, with_kwargs=True)
-    if chosen.low:
-        module.register_forward_hook(outputs)
-
-
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """Casts each floating tensor in `tree`, and whatever stands in for one, to `dtype`."""
-    return tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
+    return tree_map(lambda leaf: leaf.to(dtype) if is_floating(leaf) else leaf, tree)
 
 
-def _cast_results(tree: Any, dtype: torch.dtype) -> Any:
-    """Casts as `cast_floating` does, also in the fields of dataclasses and namespaces, in a copy of each."""
-    return tree_map(partial(_cast_result, dtype), tree)
-
-
-def _cast_result(dtype: torch.dtype, leaf: Any) -> Any:
-    if _is_floating(leaf):
-        return leaf.to(dtype)
-    if isinstance(leaf, type) or not (is_dataclass(leaf) or isinstance(leaf, SimpleNamespace)):
-        return leaf
-    names = [each.name for each in fields(leaf)] if is_dataclass(leaf) else [*vars(leaf)]
-    found = copy(leaf)
-    for name in names:
-        object.__setattr__(found, name, _cast_results(getattr(leaf, name), dtype))  # also where it is frozen
-    return found
-
-
-def _is_floating(leaf: Any) -> bool:
+def is_floating(leaf: Any) -> bool:
+    """Whether `leaf` is a floating tensor, or stands in for one."""
     asked = getattr(leaf, "is_floating_point", None)
     return callable(asked) and bool(asked())

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.module.calls import calls_of
 from shoal.parallel.context.asked import check_result
-from shoal.parallel.in_loss import InLoss, calls_of
+from shoal.parallel.in_loss import InLoss
 
 # Of functions that pick or move elements by their place: the dims along which they do, from their arguments.
 
@@ -87,7 +88,7 @@ class Neighbours(InLoss):
         if not self._is_open or self._in_model:
             return
         calls = list(calls_of(self._parts))
-        if not calls or calls[-1].get("position_ids") is None:  # the outermost one, by the loss itself
+        if not calls or calls[-1][1].get("position_ids") is None:  # the outermost one, by the loss itself
             raise UserError(
                 f"plan.cp = {self._ranks}: the loss calls a part of the model, which takes this rank's tokens for the "
                 "first ones of their rows: call the model itself, or give that part "

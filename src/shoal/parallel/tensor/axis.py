@@ -23,12 +23,18 @@ from shoal.parallel.expert import Spread
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.cuts import Cuts
 from shoal.parallel.tensor.overlap import TokenRing
+from shoal.parallel.tensor.parts_in_loss import Parts, PartsInLoss
 from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.rules import kind_of
 from shoal.parallel.tensor.slicing import Sliced, cut_among
 from shoal.parallel.weights_in_loss import WeightsInLoss
 
 SAME = 1e-5
 """How far the losses of ranks may be apart, relative to each other, where kernels round what they share another way."""
+
+
+_GIVE = frozenset(["column", "packed", "qkv"])
+"""Kinds of layers of which each rank computes some outputs."""
 
 
 class TensorParallel(Axis):
@@ -71,12 +77,21 @@ class TensorParallel(Axis):
             return None
 
         self._weights = WeightsInLoss(module, why, "plan.tp = 1")
+        self._parts = PartsInLoss(module, self._parts_of, f"plan.tp = {self.size}", "plan.tp = 1")
         self._names = {id(each): name for name, each in module.named_modules()}
+
+    def _parts_of(self, name: str) -> Parts:
+        kind = kind_of(name, self.rules)
+        if kind == "inside" or (self._found is not None and name in self._found.crossed):
+            return Parts.GRADIENTS
+        if kind in _GIVE or (self._found is not None and name in self._found.gives):
+            return Parts.VALUES
+        return Parts.NONE
 
     @contextmanager
     def around_loss(self) -> Iterator[None]:
         """Raises UserError for a forward that fails where layers were cut as the graph of another one shows."""
-        with self._weights.looking():
+        with self._weights.looking(), self._parts.looking():
             try:
                 yield
             except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:

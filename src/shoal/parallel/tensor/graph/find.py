@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -229,6 +231,7 @@ class _Describing:
             },
             self._whole(bad),
             self._draws(),
+            *(roles.gives, roles.crossed),
         )
 
     def units(self) -> list[tuple[Unit, frozenset[Atom]]]:
@@ -285,16 +288,13 @@ def _buffer(module: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _together(found: list[Found]) -> Found:
+def _together(found: Sequence[Found]) -> Found:
     """Joins what was found of several parts of a model."""
-    return Found(
-        {name: kind for each in found for name, kind in each.kinds.items()},
-        {name: part for each in found for name, part in each.parts.items()},
-        {name: patch for each in found for name, patch in each.patches.items()},
-        {name: inside for each in found for name, inside in each.inside.items()},
-        [name for each in found for name in each.entered],
-        {name: sliced for each in found for name, sliced in each.sliced.items()},
-        {name: buffers for each in found for name, buffers in each.buffers.items()},
-        {name: why for each in found for name, why in each.whole.items()},
-        {name: order for each in found for name, order in each.draws.items()},
-    )
+
+    def joined(of: Sequence[Any]) -> Any:
+        if isinstance(of[0], Mapping):
+            return {name: value for each in of for name, value in each.items()}
+        return [name for each in of for name in each]
+
+    names = [each.name for each in fields(Found)]
+    return Found(**{name: joined([getattr(each, name) for each in found]) for name in names}) if found else Found()

@@ -35,6 +35,8 @@ class Found:
     buffers: buffers of which a rank uses a part
     draws: the parts of which dropouts are, in the order of their calls, by the module in which they are
     whole: why layers stay whole that a product could have been cut by
+    gives: modules of which something cut comes out
+    crossed: modules into which, or out of which, something goes that has the gradient of a part on each rank
     """
 
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -46,6 +48,8 @@ class Found:
     buffers: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     draws: Mapping[str, Sequence[Piece | None]] = field(default_factory=dict)
+    gives: Collection[str] = ()
+    crossed: Collection[str] = ()
 
     @property
     def rules(self) -> dict[str, str]:

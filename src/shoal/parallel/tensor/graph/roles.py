@@ -34,6 +34,8 @@ class Roles:
     zones: calls in which operations work on cut tensors
     whole: ids of the tensors that have gradients, which are the same on every rank or those of its part
     parts: ids of the tensors that are cut because they are computed from parts of parameters
+    gives: modules of which something cut comes out
+    crossed: modules into which, or out of which, something goes that has the gradient of a part on each rank
     bad: atoms that cannot be cut after all, and why
     """
 
@@ -45,6 +47,8 @@ class Roles:
     zones: list[Call] = field(default_factory=list)
     parts: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
+    gives: set[str] = field(default_factory=set)
+    crossed: set[str] = field(default_factory=set)
     bad: dict[Atom, str] = field(default_factory=dict)
 
 
@@ -80,6 +84,8 @@ class _Finding:
         for call in self._flow.trace.calls:
             if call.name in self.roles.entered and self._states.get(id(call.result)) not in (None, PARTIAL):
                 self._bad(self._entered[call.name], f"{call.name} is used on whole and on cut tensors")
+        for op in self._flow.trace.ops:
+            self._crossings(op)
         self.roles.whole = {key for key in self._grads if self._states.get(key) != PARTIAL}
         return self.roles
 
@@ -177,6 +183,18 @@ class _Finding:
                 self._bad(self.cut(tensor), f"{call.name or 'the model'} meets something that every rank has")
             self.roles.buffers.setdefault(call.name, set()).update(named)
 
+    def _crossings(self, op: Op) -> None:
+        """Notes the modules of which `op` takes a part, and those between which a tensor goes that has the gradient of
+        a part."""
+        for each in op.inputs:
+            made = self._made.get(id(each))
+            if made is None or made.call is op.call:
+                continue
+            if id(each) in self.roles.parts:
+                self.roles.gives |= _left(made.call, op.call)
+            elif self._states.get(id(each), 0) & PARTIAL:
+                self.roles.crossed |= _left(made.call, op.call) | _left(op.call, made.call)
+
     # backward: where gradients are those of a part
 
     def _backward(self, op: Op) -> None:
@@ -222,3 +240,12 @@ class _Finding:
             self._bad(met, f"{op.call.name or 'the model'} uses a parameter on whole and on cut tensors")
             return
         self.roles.inside.setdefault(op.call.name, set()).update(own)
+
+
+def _left(call: Call, other: Call) -> set[str]:
+    """Returns the modules of `call`, and of those around it, inside of which `other` is not."""
+    names, each = set[str](), call
+    while each.above is not None and not other.inside(each):
+        names.add(each.name)
+        each = each.above
+    return names
