@@ -152,7 +152,7 @@ def test_time_is_a_limit_that_counts_over_attempts(quick, make_job, alone):
     first = train(job, {}, alone)
     assert first.reason == "the time limit was reached"
     second = train(job, {}, World.single("cpu"))
-    assert first.step < second.step <= first.step + 2 * 64, "its time was over before"
+    assert second.step == first.step and "the time limit was reached before" in second.reason
 
 
 def test_epochs_are_a_limit_too(quick, make_job, alone):
