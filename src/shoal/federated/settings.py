@@ -92,12 +92,20 @@ class Federated:
         if self.dropout == 1:
             raise UserError("federated.dropout = 1: no result would ever come. Give less")
         if self.buffer:
-            if self.deadline is not None:
-                raise UserError("federated.deadline is of rounds, and with a buffer there are none: remove one of them")
+            for key in ("deadline", "late"):
+                if getattr(self, key) != getattr(Federated, key):
+                    raise UserError(
+                        f"federated.{key} is of rounds, and with a buffer there are none: remove one of them"
+                    )
             if self.buffer > self.asked:
                 raise UserError(
                     f"federated.buffer = {self.buffer}, but {self.asked} clients work at once: an update would wait "
                     "for clients that are asked after it. Give a smaller buffer, or a larger fraction"
+                )
+            if self.least > self.buffer:
+                raise UserError(
+                    f"federated.least = {self.least}, but an update is made of federated.buffer = {self.buffer} "
+                    "results: none would ever count. Give at most that, or a larger buffer"
                 )
             if self.secure is not None:
                 raise UserError("federated.secure is of rounds, whose results are opened together: remove it or buffer")
