@@ -109,7 +109,6 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
     refused("run.at with `shoal fed`.*Leave run.at out", "run.at=[{step=1,plan={zero=1}}]")
     refused("run.norms_every with `shoal fed`", "run.norms_every=1")
     refused("least = 3, but an update is made of federated.buffer = 2", "federated.least=3", "federated.buffer=2")
-    refused("federated.late is of rounds", "federated.late=partial", "federated.buffer=2")
     refused('take "fp32"', "train.precision=bf16")
     refused("has no documents", "federated.partition=document")
     refused("give at most 100", "federated.speeds=1000")

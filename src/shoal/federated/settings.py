@@ -92,11 +92,8 @@ class Federated:
         if self.dropout == 1:
             raise UserError("federated.dropout = 1: no result would ever come. Give less")
         if self.buffer:
-            for key in ("deadline", "late"):
-                if getattr(self, key) != getattr(Federated, key):
-                    raise UserError(
-                        f"federated.{key} is of rounds, and with a buffer there are none: remove one of them"
-                    )
+            if self.deadline is not None:
+                raise UserError("federated.deadline is of rounds, and with a buffer there are none: remove one of them")
             if self.buffer > self.asked:
                 raise UserError(
                     f"federated.buffer = {self.buffer}, but {self.asked} clients work at once: an update would wait "
