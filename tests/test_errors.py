@@ -68,6 +68,7 @@ def test_an_argument_is_called_as_the_job_calls_it_and_crosses_processes() -> No
         ("batch", "global_batch"),
         ("stage", "stages"),
         ("dpp", "dp"),
+        ("ZERO", "zero"),
         ("ppp", "pp"),
         ("checkpoint_every", None),
         ("mesh", None),

@@ -125,15 +125,16 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     """
     from difflib import SequenceMatcher
 
-    like = {name: SequenceMatcher(None, name, word).ratio() for name in known}
-    words = set(word.split("_"))
-    some = {name: set(name.split("_")) for name in known}
+    plain = word.lower()
+    like = {name: SequenceMatcher(None, name.lower(), plain).ratio() for name in known}
+    words = set(plain.split("_"))
+    some = {name: set(name.lower().split("_")) for name in known}
     close = (
         [name for name in like if like[name] >= 0.8]
         or [name for name in like if words <= some[name] or some[name] <= words]
         or [name for name in like if like[name] >= 0.6]
     )
-    best = max(close, key=lambda name: (like[name], name[:1] == word[:1]), default=None)
+    best = max(close, key=lambda name: (like[name], name[:1].lower() == plain[:1]), default=None)
     return "" if best is None else f' Did you mean "{best}"?'
 
 

@@ -53,6 +53,11 @@ ready = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=3e-3, betas=(0.8, 0
 
 WITH_REMEDY = {
     "a ready optimizer": ("optimizer", ready, "partial(torch.optim.AdamW, lr=0.003, betas=(0.8, 0.9))"),
+    "a ready optimizer whose only group has its own options": (
+        "optimizer",
+        torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "momentum": 0.9}], lr=0.1),
+        "partial(torch.optim.SGD, lr=0.1, momentum=0.9)",
+    ),
     "an optimizer that asks for the loss": (
         "optimizer",
         partial(torch.optim.LBFGS, lr=0.1),

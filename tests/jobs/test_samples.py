@@ -204,6 +204,10 @@ def test_keys_of_the_other_kind_and_sources_that_are_none_are_refused(quick, of,
             "data.tokenizer = 'bpe:300' is of text",
         ),
         (make_job(data={"size": 32}), "data.size = 32 is of images"),
+        (
+            of({**MLP, "sizes": [2, 3]}, "spirals", run={"sample": "a"}),
+            'run.sample = .a.: model.name = "mlp" .* writes no text: remove it',
+        ),
         (of(MLP, "/nowhere.npz"), "no such file or folder"),
         (of(MLP, "spirals", size=8), "data.size = 8 is of a folder of images, which data.source = 'spirals' is not"),
         (of(MLP, tmp_path / "broken.npz", size=8), r"which data.source = '.*broken.npz' is not: remove it"),
@@ -217,6 +221,16 @@ def test_keys_of_the_other_kind_and_sources_that_are_none_are_refused(quick, of,
     ):
         with pytest.raises(UserError, match=message):
             train(job, {}, alone)
+
+
+@pytest.mark.fast
+def test_text_that_is_asked_for_by_name_is_no_other_set(quick, of, alone):
+    job = of({"name": "mlp", "sizes": [2, 4, 3]}, "stdlib", steps=1)
+    train(job, {}, alone)
+    with pytest.raises(UserError, match=r"data\.source = 'stdlib': no such file or folder"):
+        train(job, {"data.source": "file"}, World.single("cpu"))
+    with pytest.raises(UserError, match=r"data\.source = 'stdlib': no such file or folder"):
+        evaluate_run(Path(job.run.dir), "stdlib")
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=2, zero=3), Plan(dp=2, memory={}), Plan(pp=2)], ids=["zero3", "memory", "pp"])

@@ -152,7 +152,7 @@ def test_time_is_a_limit_that_counts_over_attempts(quick, make_job, alone):
     first = train(job, {}, alone)
     assert first.reason == "the time limit was reached"
     second = train(job, {}, World.single("cpu"))
-    assert first.step < second.step <= first.step + 2 * 64, "its time was over before"
+    assert second.step == first.step and "the time limit was reached before" in second.reason
 
 
 def test_epochs_are_a_limit_too(quick, make_job, alone):
@@ -397,10 +397,11 @@ def test_an_empty_corpus_is_named(quick, make_job, alone, tmp_path):
     "model", [{"name": "bert", "layers": 1, "d_model": 16, "heads": 2}, {"name": "lstm", "embedding": 8, "hidden": 8}]
 )
 def test_other_language_models_train_from_a_job(quick, make_job, alone, model):
-    job = replace(make_job(steps=2, run={"sample": "1 +"}), model=model)
+    writes = model["name"] == "lstm"
+    job = replace(make_job(steps=2, run={"sample": "1 +" * writes}), model=model)
     train(job, {}, alone)
     assert all(each.mfu for each in records_of(job).steps), "FLOPs are counted where there is no formula"
-    assert len(records_of(job).samples) == (model["name"] == "lstm")
+    assert len(records_of(job).samples) == writes
     run = records_of(job).run
     assert run is not None and run.config["model.vocab_size"]["value"] == {"bert": 258, "lstm": 257}[model["name"]], (
         "BERT has a mask"

@@ -223,9 +223,12 @@ def check_optimizer(given: Any) -> None:
 
 
 def _as_factory(ready: torch.optim.Optimizer) -> str:
-    """The expression that makes such an optimizer: its class, and of its options those that are not the class's own."""
+    """The expression that makes such an optimizer: its class, and of its options those that are not the class's own.
+    Those of its only group are its options; of several groups each has its own."""
+    only = ready.param_groups[0] if len(ready.param_groups) == 1 else {}
     own = {name: each.default for name, each in inspect.signature(type(ready)).parameters.items()}
-    chosen = {key: value for key, value in ready.defaults.items() if key in own and value != own[key]}
+    given = {key: only.get(key, value) for key, value in ready.defaults.items()}
+    chosen = {key: value for key, value in given.items() if key in own and value != own[key]}
     options = "".join(f", {key}={value!r}" for key, value in chosen.items())
     where = "torch.optim" if type(ready).__module__.startswith("torch.optim") else type(ready).__module__
     name = f"{where}.{type(ready).__qualname__}"

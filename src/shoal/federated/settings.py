@@ -99,6 +99,11 @@ class Federated:
                     f"federated.buffer = {self.buffer}, but {self.asked} clients work at once: an update would wait "
                     "for clients that are asked after it. Give a smaller buffer, or a larger fraction"
                 )
+            if self.least > self.buffer:
+                raise UserError(
+                    f"federated.least = {self.least}, but an update is made of federated.buffer = {self.buffer} "
+                    "results: none would ever count. Give at most that, or a larger buffer"
+                )
             if self.secure is not None:
                 raise UserError("federated.secure is of rounds, whose results are opened together: remove it or buffer")
         elif self.most_stale is not None:

@@ -22,7 +22,7 @@ from shoal.jobs import resume
 from shoal.jobs.batches import Votes, batches
 from shoal.jobs.choose import Settled
 from shoal.jobs.config import describe
-from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.evaluate import Subsample, measure_of, write_on
 from shoal.jobs.generation import Shown
 from shoal.jobs.moves import Moves
 from shoal.jobs.pace import OwnPace
@@ -185,6 +185,8 @@ class Attempt:
             self._catch_up(self._evaluated)
         if total is not None and engine.step_index >= total and self._evaluated is None:
             return f"step {engine.step_index} of {total} was reached before: there is nothing left to train"
+        if (over := self.stop.was_over) and self._evaluated is None:
+            return over
         if engine.step_index == 0 and self._evaluated != 0:
             self._evaluate(FIRST_LOOK)
         log.info("the first step of this attempt")
@@ -247,7 +249,7 @@ class Attempt:
         """Evaluates, and has the model continue the prompt `run.sample`."""
         self._evaluate()
         job, engine = self.job, self.engine
-        if not (job.run.sample and can_write(self.settled.model.loss)):
+        if not job.run.sample:
             self.shown.trains()
             return
         assert self.settled.tokenizer is not None

@@ -17,6 +17,7 @@ from shoal.jobs.ranks import spread
 from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.jobs.trials import Trials
 from shoal.models import PRESETS, ModelSpec, build
+from shoal.models.losses import can_write
 from shoal.optim.groups import decay_matrices_only
 from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
@@ -92,6 +93,11 @@ def opened(job: Job, origins: Origins) -> Settled:
     with in_section("train"):
         check_microbatch(job.train.microbatch, job.train.global_batch)
     job, origins, model, data = (_settle_samples if job.model["name"] in DEFAULT else _settle_text)(job, origins)
+    if job.run.sample and not can_write(model.loss):
+        raise UserError(
+            f'run.sample = {job.run.sample!r:.100}: model.name = "{model.name}" does not predict the next token, so '
+            "that it writes no text: remove it"
+        )
     total = _total(job, data)
     return Settled(*_put_schedule(job, origins, total), model, data, total)
 
@@ -142,7 +148,7 @@ def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, T
 
 
 def _settle_samples(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, ArrayData]:
-    if isinstance(job.data.source, str) and job.data.source == Data.source:
+    if "data.source" not in origins and isinstance(job.data.source, str) and job.data.source == Data.source:
         job, origins = put(job, origins, "data", source=DEFAULT[job.model["name"]])
     data = open_samples(job)
     job, origins = _put_model(job, origins, settings_from(data, job))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.data import Tokenizer
 from shoal.engine import Engine
-from shoal.models import causal_lm, classification
+from shoal.models import classification
 from shoal.models.losses import IGNORED, Loss
 
 NEW_TOKENS, TEMPERATURE, TOP_K = 160, 0.8, 40
@@ -38,11 +38,6 @@ def measure_of(loss: Loss) -> Loss | None:
 def _right(model: nn.Module, mb: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     counts = mb["labels"] != IGNORED
     return ((model(mb["inputs"]).argmax(dim=-1) == mb["labels"]) & counts).sum().float(), counts.sum()
-
-
-def can_write(loss: Loss) -> bool:
-    """Returns whether a model with this loss predicts the next token, so that it can continue a text."""
-    return loss is causal_lm
 
 
 def write_on(

@@ -21,11 +21,12 @@ from shoal.federated.settings import STATE
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job
-from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.evaluate import Subsample, measure_of, write_on
 from shoal.jobs.names import TOKENIZER, checkpoints_in
 from shoal.jobs.read import load_job
 from shoal.jobs.samples import DEFAULT
 from shoal.models import ModelSpec, build
+from shoal.models.losses import can_write
 from shoal.plan import Option, Plan
 from shoal.training.evaluation import Evaluation
 
@@ -162,8 +163,9 @@ def _data(trained: Trained, source: str | None) -> Any:
     own: dict[str, Any] = {} if job.model["name"] in DEFAULT else {"tokenizer": trained.named}
     if source is not None:
         own |= {"source": source, "validation": 0.0}
-    alone = replace(job, data=replace(job.data, **own), plan=Plan(), run=replace(job.run, at=[]))
-    settled: Settled = settle(alone, {}, Sizes(1, 1))
+    alone = replace(job, data=replace(job.data, **own), plan=Plan(), run=replace(job.run, at=[], sample=""))
+    origins = {} if source is None else {"data.source": "cli"}
+    settled: Settled = settle(alone, origins, Sizes(1, 1))
     if source is not None:
         if (classes := trained.about.get("classes")) and settled.classes and classes != settled.classes:
             raise UserError(

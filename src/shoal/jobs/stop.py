@@ -110,6 +110,13 @@ class Stop:
         return due
 
     @property
+    def was_over(self) -> str | None:
+        """Why there is nothing to train where the time was over before this attempt, else None; the same on every
+        rank."""
+        over = self._seconds is not None and self._seconds <= 0
+        return "the time limit was reached before: there is nothing left to train" if over else None
+
+    @property
     def elapsed(self) -> float:
         """Seconds since construction."""
         return time.monotonic() - self._started

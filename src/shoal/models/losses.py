@@ -83,6 +83,11 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+def can_write(loss: Loss) -> bool:
+    """Returns whether a model with this loss predicts the next token, so that it can continue a text."""
+    return loss is causal_lm
+
+
 def find_loss(name: str) -> Loss:
     """Returns the loss of that name; an unknown one raises `UserError`."""
     if not isinstance(name, str) or name not in LOSSES:

@@ -59,6 +59,9 @@ def deal(job: Job, origins: Origins) -> Dealt:
     """Opens the data of a job and deals it, as `federated.partition` says. Raises UserError as `settle` does."""
     if job.federated is None:
         raise UserError("the job has no table [federated]: give one, with e.g. clients = 10 and rounds = 100")
+    for key in ("at", "norms_every", "verify_every"):
+        if getattr(job.run, key):
+            raise UserError(f"run.{key} with `shoal fed`: it is of ranks that train in step. Leave run.{key} out")
     settings = job.federated
     name, parameters = check_partition(settings.partition)
     for key, value in {"schedule": "constant", "warmup": 0}.items():  # which count rounds

@@ -97,7 +97,7 @@ def _train(
     settings, run_dir = dealt.federated, Path(dealt.settled.job.run.dir)
     if trains.number >= settings.rounds:
         return f"round {trains.number} of {settings.rounds} was reached before: there is nothing left to train"
-    reason = None
+    reason = limit.was_over
     while reason is None:
         try:
             if trains.number == 0:

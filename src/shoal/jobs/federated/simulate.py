@@ -46,7 +46,7 @@ def simulate(job: Job, origins: Origins, flower: bool = False) -> Outcome:
 def _check(job: Job, flower: bool) -> None:
     if job.federated is not None and not flower:
         strategy_named(job.federated.strategy)
-    if job.plan != Plan():
+    if job.plan != Plan() or job.auto.wanted:
         raise UserError("the clients of a simulation train in this process, one rank each: remove the table [plan]")
     if job.train.precision != "fp32":
         raise UserError(f'train.precision = {job.train.precision!r}: the clients of a simulation take "fp32"')

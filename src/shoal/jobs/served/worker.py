@@ -19,7 +19,7 @@ from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import FIRST_LOOK
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job, Origins
-from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.evaluate import Subsample, measure_of, write_on
 from shoal.jobs.served.devices import device_of_worker
 from shoal.jobs.served.policy import samples_of
 from shoal.jobs.served.settings import check_served, shares
@@ -150,7 +150,7 @@ class _Worker:
         found: dict[str, Any] = {"step": self._version, "tokens": seen.tokens, "seconds": seen.seconds}
         found["loss"] = seen.loss if math.isfinite(seen.loss) else None
         found["accuracy"] = seen.also[0] if seen.also else None
-        if run.sample and self._version and can_write(settled.model.loss) and settled.tokenizer is not None:
+        if run.sample and self._version and settled.tokenizer is not None:
             found["prompt"] = run.sample
             found["sample"] = write_on(self.engine, settled.tokenizer, run.sample)
         return found
