@@ -22,8 +22,8 @@ from shoal.elastic.nodes import SECRET
 from shoal.jobs.drill import VARIABLE as DRILL
 from shoal.jobs.plans import kept
 from shoal.jobs.read import load_job
+from shoal.replace import replace_text
 from shoal.report.jsonl import read_lines
-from shoal.report.replace import replace_text
 from tests.cli.conftest import train_here
 from tests.elastic.test_nodes import Cli, records, steps_done, until, write_job
 

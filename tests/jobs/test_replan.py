@@ -33,8 +33,8 @@ from shoal.jobs.record import Recorder
 from shoal.jobs.replan import ANSWERED, REQUEST, ask
 from shoal.jobs.train import train
 from shoal.plan import Plan
+from shoal.replace import replace_text
 from shoal.report.page import write_report
-from shoal.report.replace import replace_text
 from tests.jobs.conftest import in_cache, losses_of, records_of
 from tests.pool import run_ranks
 

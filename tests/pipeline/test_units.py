@@ -43,6 +43,12 @@ def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
 
 
+@pytest.mark.parametrize("cut", [[2.5, 1.5], [True, 3], [1, ["up"]], ["up", "down"], 3, []])
+def test_a_cut_that_is_neither_numbers_nor_names_is_refused(cut: Any) -> None:
+    with pytest.raises(UserError, match=r"plan.stages = .*: give a whole number of blocks for each stage"):
+        stages_of(units_of(Layers()), 2, cut)
+
+
 def statistics(world: Any, plan: dict[str, Any]) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(4, generator=draw), "y": torch.randn(4, generator=draw)} for _ in range(8)]

@@ -63,10 +63,10 @@ def test_a_cluster_file_that_says_all_has_nothing_assumed(tmp_path: Path) -> Non
 
 
 WRONG = {
-    "a number above 0": ["0", "-1", "nan", "inf", "true", '"1"'],
+    "a number above 0": ["0", "1e-300", "-1", "nan", "inf", "true", '"1"'],
     "0 or a number above it": ["-1e-9", "nan", "inf", "-inf", "false", "[1]"],
     "1 or a number above it": ["0.5", "0", "nan", "inf", "true"],
-    "a share, above 0 and at most 1": ["0", "70", "nan", "true"],
+    "a share, above 0 and at most 1": ["0", "1e-300", "70", "nan", "true"],
     "a share from 0 to 1": ["-0.1", "1.1", "nan", "true"],
     "a whole number from 1 to": ["0", "-2", "1.5", "8.0", "inf", "true", "1000000", f"1{'0' * 400}"],
     "byte": ["0", "-1", "nan", "inf", "true", '"0GB"', '"much"'],

@@ -244,3 +244,4 @@ def test_chunks_of_small_models_are_counted(link, ranks):
 
 def test_what_is_not_there_is_not_sent():
     assert chunks(0.0, FAST, 8) == chunks(1e6, FAST, 1) == 0 and chunks(1e12, FAST, 8) == MOST_CHUNKS
+    assert chunks(1e6, Link(1e-5, 1e29), 8) == chunks(1e6, Link(1e20, 1e9), 8) == 2, "latency is all that they take"

@@ -68,9 +68,12 @@ def test_rates_are_measured_once_a_month_and_say_how_long_that_took(cache: Path,
     age(cache, kept.STALE + 1)
     measure.rates(CPU, torch.float32)
     assert len(calls) == 4
+    age(cache, -2 * kept.DAY)
+    measure.rates(CPU, torch.float32)
+    assert len(calls) == 6, "nor what a clock that was ahead has kept"
     monkeypatch.setattr(kept.os, "uname", lambda: type("Names", (), {"nodename": "elsewhere"}))
     measure.rates(CPU, torch.float32)
-    assert len(calls) == 6, "another machine's do not count"
+    assert len(calls) == 8, "another machine's do not count"
 
 
 @pytest.mark.fast

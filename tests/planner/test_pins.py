@@ -46,6 +46,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"device": "much"}}, "plan.memory.device = 'much': give bytes"),
     ({"placements": {"**.up": "colum"}}, "plan.placements['**.up'] = 'colum' is none of column"),
     ({"stages": [4, 4]}, "by --pin pp=2"),
+    ({"stages": [2, 2, 2, 2]}, "by --pin pp=4"),
+    ({"pp": 2, "stages": [2.5, 1.5]}, "plan.stages = [2.5, 1.5]: give a whole number of blocks for each stage"),
     ({"pp": 2, "stages": "counted"}, 'plan.stages = "counted": the planner cuts stages itself'),
     ({"dp": 4, "shard": 3}, "plan.shard = 3: that many of dp = 4 ranks share one copy of the state"),
     ({"dp": 1, "shard": 4, "zero": 3}, "plan.shard = 4: that many of dp = 1 ranks share one copy of the state"),

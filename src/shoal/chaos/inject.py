@@ -23,7 +23,7 @@ from shoal.chaos.watch import Watch
 from shoal.checkpoint.directory import unfinished
 from shoal.errors import LaunchError, UserError
 from shoal.jobs.names import DIRECTORY
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 
 SMALL = 8192
 """Bytes up to which a process whose disk is "full" can write a file."""

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from shoal.chaos.faults import LASTING, Fault, Schedule
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 
 _SECONDS_A_FAULT = 6.0
 """Seconds of training between two faults, in which a node can come back: steps are slowed down to that."""

@@ -26,6 +26,7 @@ from shoal.planner.explain import NEAR, Explanation, explain, why_not
 from shoal.planner.profile import NOT_ASKED
 from shoal.planner.replicable import not_kept
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
+from shoal.replace import place_of
 from shoal.toml import plan_text, toml_fields
 
 WAYS = {
@@ -52,16 +53,15 @@ class Options(NamedTuple):
 def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: bool, page: Path | None) -> None:
     """Asks the planner and prints what it found. `page`: an HTML file to write besides. Raises UserError where nothing
     is legal or fits."""
-    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
-        raise UserError(f"--html {page}: give a file in a directory that there is, such as plan.html")
+    place = None if page is None else place_of(page, "--html", "plan.html")
     limit = None if given.device is None else float(nbytes(given.device, "--device", 1))
     budget, currency = (None, "") if given.budget is None else money(given.budget)
     chosen = ask(job, assignments, Asked(given.on, given.pins, budget, currency, limit, given.allow))
     told = explain(chosen.task, chosen.estimate, chosen.others, refused=[each for each, _ in chosen.passed])
-    if page is not None:
+    if place is not None:
         from shoal.cli.answer_page import write_page
 
-        write_page(page, chosen, told)
+        write_page(place, chosen, told)
     if as_json:
         print(json.dumps(to_dict(chosen, told), indent=1))
         return

@@ -32,7 +32,7 @@ from shoal.pipeline import Costs, schedule_of, simulate
 from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 from shoal.toml import plan_text, toml_fields
 
 MOST_RANKS, MOST_ACTIONS = 16, 24

@@ -17,6 +17,7 @@ from shoal.launch import launch
 from shoal.launch.scratch import scratch
 from shoal.planner.cluster_file import write_cluster
 from shoal.planner.measure import here
+from shoal.replace import place_of
 
 
 def measure_machine(path: Path, nproc: int | None, as_json: bool) -> None:
@@ -27,13 +28,12 @@ def measure_machine(path: Path, nproc: int | None, as_json: bool) -> None:
         raise UserError(f"--nproc {ranks}: give at least 1 rank")
     if path.suffix != ".toml":
         raise UserError(f"--measure {path}: cluster files are called *.toml, so that --on knows them")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"--measure {path}: give a file in a directory that there is, such as here.toml")
+    place = place_of(path, "--measure", "here.toml")
     device = any_device() if len(accelerators()) >= ranks else CPU
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     groups = _groups(ranks) if ranks > 1 else None
     cluster = here(ranks, ranks, dtype, device, groups, fresh=True)
-    write_cluster(path, cluster)
+    write_cluster(place, cluster)
     if as_json:
         print(json.dumps({"file": str(path), "said": list(cluster.said)}, indent=1))
         return

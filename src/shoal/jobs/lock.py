@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from shoal.elastic.control import JOB
 from shoal.errors import UserError
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
     from shoal.comm import Group

@@ -14,7 +14,7 @@ from shoal.errors import UserError
 from shoal.jobs.config import Job
 from shoal.mesh import Mesh
 from shoal.plan import NONE, Plan
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 
 KEPT = "replanned.json"
 """In the run's directory: the fields of the plan that were changed, and ROWS."""

@@ -34,7 +34,7 @@ from shoal.jobs.read import load_job
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
 from shoal.plan import Plan
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 from shoal.toml import toml_value
 
 REQUEST, ANSWERED = "replan-{}.json", ".answer"

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.jobs.config import Job, Origins, tables
 from shoal.plan import Plan
-from shoal.report.replace import replace_text
+from shoal.replace import replace_text
 from shoal.toml import plan_text
 
 FILE = "trials.json"

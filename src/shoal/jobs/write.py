@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shoal.jobs.config import Job, Origins, describe, tables
 from shoal.jobs.trials import Trials
+from shoal.replace import replace_text
 from shoal.toml import toml_key, toml_value
 
 
@@ -34,9 +35,7 @@ def write_resolved(job: Job, origins: Origins, run_dir: Path, trials: Trials | N
         head += "# Plans that were tried in the run:\n"
         head += "".join(f"#   {each}\n" for each in trials.candidates)
     head += "\n"
-    fresh = run_dir / "resolved.toml.tmp"
-    fresh.write_text(head + to_toml(job, origins), encoding="utf-8")
-    fresh.replace(run_dir / "resolved.toml")  # atomic: on a full disk the old file stays for a resume
+    replace_text(run_dir / "resolved.toml", head + to_toml(job, origins))  # on a full disk a resume finds the old one
 
 
 def keep_resolved(

@@ -24,7 +24,7 @@ from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import Costs, simulate
 from shoal.pipeline.split import Split
-from shoal.pipeline.units import stages_of, units_of
+from shoal.pipeline.units import check_cut, stages_of, units_of
 
 __all__ = [
     "SCHEDULES",
@@ -41,6 +41,7 @@ __all__ = [
     "Work",
     "balance",
     "check",
+    "check_cut",
     "check_schedule",
     "cut_into_stages",
     "delay",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -92,6 +93,7 @@ def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) 
             sum(unit.work for unit in pieces[-1].behind),
         )
         return [stage for stage, cut in enumerate(cuts) for place in cut for _ in pieces[place].units]
+    check_cut(wanted)
     if len(wanted) != stages:
         raise UserError(f"plan.stages names {len(wanted)} stages, the schedule has {stages} (plan.pp times its chunks)")
     if all(isinstance(each, int) for each in wanted):
@@ -133,6 +135,21 @@ def _by_number(units: Sequence[Unit], numbers: Sequence[int]) -> list[int]:
     pieces = pieces_of(units)
     check_numbers(numbers, len(pieces))
     return [stage for stage, piece in zip(_repeat(numbers), pieces, strict=True) for _ in piece.units]
+
+
+def check_cut(wanted: object) -> None:
+    """Raises UserError unless a user's cut is numbers of blocks, or names of parts, for each stage."""
+    given = wanted if _is_row(wanted) else None
+    named = [_is_row(each) and all(isinstance(name, str) for name in each) for each in given or ()]
+    if not given or not (all(named) or all(type(each) is int for each in given)):
+        raise UserError(
+            f"plan.stages = {wanted!r:.100}: give a whole number of blocks for each stage, such as [3, 5], or the "
+            'names of its parts, such as [["embedding", "blocks.0"], ["blocks.1", "head"]]'
+        )
+
+
+def _is_row(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def check_numbers(numbers: Sequence[int], blocks: int) -> None:

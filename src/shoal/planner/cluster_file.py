@@ -16,10 +16,12 @@ from shoal.comm import Reach
 from shoal.errors import UserError, check_choice, check_names, did_you_mean
 from shoal.plan import nbytes
 from shoal.planner.cluster import FORMATS, MOST_DEVICES, Cluster, Device, Host, Link
+from shoal.replace import replace_text
 from shoal.toml import read_toml, toml_value
 
-LARGEST = 1e30
-"""Numbers stay below: none of the units has as many of anything."""
+LEAST, LARGEST = 1e-30, 1e30
+"""Numbers are below the second, and what is below the first counts as 0: none of the units has as few, or as many, of
+anything."""
 Allowed = tuple[str, Callable[[Any], bool]]
 """What a number may be, in words and as a test."""
 OTHERS = ("overlap", "contention", "step", "data")
@@ -30,10 +32,10 @@ MEASURED = "measured"
 """In the place of a machine's name: the file says all of it."""
 NEEDED = ("flops", "bandwidth", "device_memory", "count", "inside", "memory", "to_host")
 """What it then has to say."""
-ABOVE_0: Allowed = ("a number above 0", lambda value: 0 < value < LARGEST)
+ABOVE_0: Allowed = ("a number above 0", lambda value: LEAST <= value < LARGEST)
 FROM_0: Allowed = ("0 or a number above it", lambda value: 0 <= value < LARGEST)
 FROM_1: Allowed = ("1 or a number above it", lambda value: 1 <= value < LARGEST)
-SHARE: Allowed = ("a share, above 0 and at most 1", lambda value: 0 < value <= 1)
+SHARE: Allowed = ("a share, above 0 and at most 1", lambda value: LEAST <= value <= 1)
 WHOLE: Allowed = (
     f"a whole number from 1 to {MOST_DEVICES}",
     lambda value: isinstance(value, int) and 1 <= value <= MOST_DEVICES,
@@ -257,7 +259,7 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
         text += "[hosts.inside]\n" + "".join(f"{line}\n" for line in _of_link(host.inside))
     text += "\n[between]\n" + "".join(f"{line}\n" for line in _of_link(cluster.between))
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise UserError(f"the cluster file {path} cannot be written: {error.strerror}") from error
 

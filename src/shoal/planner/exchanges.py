@@ -132,7 +132,7 @@ def chunks(gradients: float, link: Link, ranks: int) -> int:
     if not gradients or ranks == 1:
         return 0
     shortest = link.seconds("all_reduce", 0, ranks)
-    bandwidth = LARGEST / (link.seconds("all_reduce", LARGEST, ranks) - shortest)
+    bandwidth = LARGEST / link.seconds("all_reduce", LARGEST, ranks, calls=0)
     size = best_size(shortest, bandwidth, gradients) if gradients > SMALLEST else USUAL_CHUNK
     return min(MOST_CHUNKS, 1 + math.ceil(gradients / size))
 

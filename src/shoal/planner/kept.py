@@ -15,9 +15,11 @@ import torch
 
 from shoal.device import hardware_name, is_accelerator
 from shoal.locked import locked
+from shoal.replace import replace_text
 
-STALE = 30 * 86400.0
-"""Seconds after which what is kept does not count any more."""
+DAY = 86400.0
+STALE = 30 * DAY
+"""Seconds after which what is kept does not count any more, as nothing does that is a DAY ahead of the clock."""
 METHOD = 3
 """Of how rates are measured: what an earlier version has kept does not count."""
 
@@ -31,8 +33,8 @@ def folder() -> Path:
 def read(key: str) -> dict[str, Any] | None:
     """What is kept under `key`; None where nothing is, or it is too old."""
     found = _all().get(key)
-    if isinstance(found, dict) and isinstance(found.get("at"), int | float) and time.time() - found["at"] < STALE:
-        return found
+    if isinstance(found, dict) and isinstance(found.get("at"), int | float):
+        return found if -DAY < time.time() - found["at"] < STALE else None
     return None
 
 
@@ -66,6 +68,11 @@ def crowding(device: torch.device, on_host: int) -> float:
     return 1.0 if is_accelerator(device) else max(1.0, shared)
 
 
+def writer() -> str:
+    """Tells this process apart from all others that may write here, also from other hosts."""
+    return f"{os.uname().nodename}.{os.getpid()}.tmp"
+
+
 def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Writes what `change` makes of all that is kept, while nobody else does so."""
     with suppress(OSError, RuntimeError):
@@ -73,9 +80,7 @@ def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         with locked(folder()):
             if (made := change(known := _all())) == known:
                 return
-            fresh = folder() / f"machine.json.{os.uname().nodename}.{os.getpid()}"
-            fresh.write_text(json.dumps(made, indent=1), encoding="utf-8")
-            fresh.replace(folder() / "machine.json")
+            replace_text(folder() / "machine.json", json.dumps(made, indent=1), end=writer())
 
 
 def _all() -> dict[str, Any]:

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from shoal.planner.degrees import Ways
-from shoal.planner.kept import folder
+from shoal.planner.kept import folder, writer
 from shoal.planner.positions import Positions
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import Cut, Message, PartProfile, Profile
 from shoal.planner.temporaries import Lives
 from shoal.planner.trace import Statistics
+from shoal.replace import replace_text
 
 MOST = 64
 """Profiles that are kept."""
@@ -44,9 +45,7 @@ def kept(settings: object, subject: Subject, ways: Ways, make: Callable[[], Prof
     made = make()
     with suppress(OSError, RuntimeError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(_written(made)), encoding="utf-8")
-        fresh.replace(path)
+        replace_text(path, json.dumps(_written(made)), end=writer())
         _forget_oldest(path.parent)
     return made
 

@@ -14,7 +14,7 @@ from shoal.exchange.named import algorithm
 from shoal.module.compiling import compile_blocks
 from shoal.module.recompute import Recompute
 from shoal.parallel.tensor import check_kinds
-from shoal.pipeline import schedule_of
+from shoal.pipeline import check_cut, schedule_of
 from shoal.plan import Plan, option_name
 from shoal.planner.degrees import FIELDS
 from shoal.planner.profile import Profile
@@ -36,11 +36,12 @@ def check_pins(pins: Mapping[str, Any]) -> None:
     if "schedule" in pins:
         _check_schedule(Plan.from_dict({stages: pins.get(stages, 2), "schedule": pins["schedule"]}))
     if pins.get("stages"):
-        if stages not in pins:
-            raise UserError(
-                f"--pin stages={pins['stages']}: how many stages there are is given with it, by --pin {stages}=2"
-            )
         _check_stages(pins["stages"])
+        if stages not in pins:
+            number = max(2, len(pins["stages"]))
+            raise UserError(
+                f"--pin stages={pins['stages']}: how many stages there are is given with it, by --pin {stages}={number}"
+            )
     shares, shard = pins.get("shares") or (), pins.get("shard")
     if copies in pins or shard is not None:
         least = shard if type(shard) is int and shard > 0 else 1  # where it is not said how many there are
@@ -86,6 +87,7 @@ def _check_stages(value: Any) -> None:
             f'plan.stages = "{option_name(value, "stages")}": the planner cuts stages itself. Leave it out, or give '
             "numbers of blocks or names of parts"
         )
+    check_cut(value)
 
 
 def _check_compile(value: bool | str) -> None:

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import shoal
 from shoal import units
+from shoal.replace import replace_text
 
 from . import figures
 from .drawing import COLOURS, WAIT, Chart
@@ -28,7 +29,6 @@ from .levels import MemoryTrace, read_memory_traces
 from .memory_figure import Peak, colour, in_order, memory_chart, peaks
 from .metrics import RunRecords, read_metrics
 from .norms_table import layer_norms
-from .replace import replace_text
 from .result import summarize
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 from .timeline_figure import WORDS, bar_colours, timeline_chart

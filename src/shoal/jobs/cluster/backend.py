@@ -16,8 +16,8 @@ from typing import Protocol, cast
 
 from shoal.errors import UserError, check_choice
 from shoal.jobs.cluster.request import Request
+from shoal.replace import replace_text
 from shoal.report.events import Event
-from shoal.report.replace import replace_text
 
 NAME = "submitted.json"
 BACKENDS = ("local", "slurm", "ray")

@@ -17,8 +17,8 @@ from shoal.jobs.cluster.backend import State, Submitted
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.script import local_script
 from shoal.jobs.lock import Holder, refuse_if_taken
+from shoal.replace import replace_text
 from shoal.report.events import Event
-from shoal.report.replace import replace_text
 
 _KEEPER = """\
 trap : TERM INT HUP

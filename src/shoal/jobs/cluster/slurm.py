@@ -18,8 +18,8 @@ from shoal.jobs.cluster.backend import State, Submitted
 from shoal.jobs.cluster.local import environment
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.slurm_script import log_name, sbatch_script
+from shoal.replace import replace_text
 from shoal.report.events import Event
-from shoal.report.replace import replace_text
 
 _WORDS = {
     "waits": ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SUSPENDED", "STOPPED"),

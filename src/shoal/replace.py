@@ -1,0 +1,31 @@
+"""Replaces a file at once, so that nobody reads half of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.errors import UserError
+
+
+def place_of(path: Path, option: str, example: str) -> Path:
+    """Returns where a file that a user names with `option` lies, which another one may replace: behind links. Raises
+    UserError where no file can be, and for what is none, such as a device."""
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: give a file in a directory that there is, such as {example}")
+    return path.resolve()
+
+
+def replace_text(path: Path, text: str, errors: str = "strict", end: str = "tmp") -> Path:
+    """Writes `text` in UTF-8 in place of what `path` holds; returns `path`. Raises OSError where it cannot be written:
+    what was there stays, and nothing beside it. `errors`: see `str.encode`. `end`: of the name of the file that is
+    written first, which has to be another for each of several processes that may write at a time."""
+    fresh = path.with_name(f"{path.name}.{end}")
+    try:
+        fresh.write_text(text, encoding="utf-8", errors=errors)
+        os.replace(fresh, path)
+    except OSError:
+        if fresh.is_file():
+            fresh.unlink()
+        raise
+    return path
