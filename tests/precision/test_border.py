@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal import Engine, Plan
+from shoal.module.border import cast_at_the_border
+from shoal.precision import precision
 from tests.exchange import teacher
 
 
@@ -98,3 +101,12 @@ def test_a_part_that_a_loss_calls_is_given_what_it_computes_with(precision, plan
         losses.append([engine.step(batch).loss for batch in engine.batches(teacher.data(), steps=2)])
         engine.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-12 if precision == "fp64" else 2e-3)
+
+
+def test_inside_of_a_copy_of_a_model_nothing_is_cast_either():
+    model = Siamese().bfloat16()
+    cast_at_the_border(model, precision("bf16"))
+    made, inside = deepcopy(model), list[torch.dtype]()
+    made.tower.register_forward_hook(lambda _, args, output: inside.append(output.dtype))
+    assert made(torch.ones(2, teacher.INPUTS)).dtype == torch.float32 and inside == [torch.bfloat16]
+    assert made.tower(torch.ones(2, teacher.INPUTS)).dtype == torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -25,20 +25,29 @@ def cast_at_the_border(module: nn.Module, chosen: Precision, closed: Collection[
 
     `closed`: modules inside of which nothing is hooked, since hooks there would be compiled, or cost time.
     """
-    parts = _parts(module, {id(each) for each in closed})
-    known = {module, *parts}
 
     def inputs(part: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floating((args, kwargs), chosen.model) if part is module or _from_outside(known) else None
+        return cast_floating((args, kwargs), chosen.model) if part is module or _from_outside(hooked) else None
 
     def outputs(part: nn.Module, args: Any, output: Any) -> Any:
-        return _cast_results(output, chosen.master) if part is module or _from_outside(known) else None
+        return _cast_results(output, chosen.master) if part is module or _from_outside(hooked) else None
 
-    for part in (module, *parts):
+    hooked = _Hooked(inputs)
+    for part in (module, *_parts(module, {id(each) for each in closed})):
         if chosen.low or chosen.model != torch.float32:
             part.register_forward_pre_hook(inputs, with_kwargs=True)
         if chosen.low:
             part.register_forward_hook(outputs)
+
+
+class _Hooked:
+    """The modules that have a hook, and copies of them, which have it too."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __contains__(self, part: object) -> bool:
+        return isinstance(part, nn.Module) and self._hook in part._forward_pre_hooks.values()
 
 
 def _parts(module: nn.Module, closed: Collection[int]) -> list[nn.Module]:
@@ -55,7 +64,7 @@ def _parts(module: nn.Module, closed: Collection[int]) -> list[nn.Module]:
     return [each for each in found if each._compiled_call_impl is None]
 
 
-def _from_outside(known: Collection[nn.Module]) -> bool:
+def _from_outside(known: _Hooked) -> bool:
     """Whether of the modules `known` only one is being called: by the loss, not by another, nor again by backward."""
     if torch.compiler.is_compiling():  # the forward of a module around it
         return False

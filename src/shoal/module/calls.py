@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 _CALL = nn.Module._call_impl.__code__
 
 
-def calls_of(parts: Collection[nn.Module]) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+def calls_of(parts: Container[nn.Module]) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
     """Yields those of `parts` that are being called now and their keyword arguments, the innermost call first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
