@@ -170,13 +170,16 @@ PORT = Link(15e-6, 25e9 * 0.8)
 
 
 def machine_of(row: Published) -> Cluster:
-    """The devices of a row, as published, all else as in `machines`."""
+    """The devices of a row, as published, all else as in `machines`. Watts go with the third power of the clock, as the
+    voltage does with it, so what has fewer computes slower by their cube root."""
     kind, _, memory = row.machine.partition("-")
     cluster = cluster_of(f"{kind}x{row.devices}", MACHINES, PORT if kind == "a100" else BETWEEN)
     changed: dict[str, Any] = {
         "40": {"memory": 40 * 10**9, "bandwidth": 1.555e12},
         "96": {"memory": 96 * 10**9, "bandwidth": 2.4e12},
     }.get(memory, {})
+    if memory == "96":
+        changed["flops"] = {name: (500 / 700) ** (1 / 3) * rate for name, rate in cluster.hosts[0].device.flops.items()}
     hosts = tuple(replace(host, device=replace(host.device, **changed)) for host in cluster.hosts)
     return replace(cluster, hosts=hosts)
 

@@ -36,6 +36,7 @@ from shoal.module.known_calls import KnownCalls
 from shoal.module.random import host_draws, keyed_functional
 from shoal.module.value_checks import values_unchecked
 from shoal.optim.groups import GroupRule
+from shoal.parallel.context.documents import searching
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
 from shoal.precision import Precision
@@ -169,6 +170,8 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         stack.enter_context(keyed_functional(local.randomness))
         if has_batch_statistics(module):
             stack.enter_context(OneRow())
+        if "position_ids" not in subject.sample:  # a row is one document: a real forward finds that, and makes no mask
+            stack.enter_context(searching(lambda: True))
         module.train()
         yield Prepared(local, world, parameters, model.groups.options, whole, buffers, calls)
 
