@@ -14,7 +14,7 @@ from shoal.models import build, causal_lm, from_config
 from shoal.planner.computing import CROWDED, ON_CORES, counted_again
 from shoal.planner.degrees import Spread
 from shoal.planner.prepare import Subject
-from shoal.planner.profile import WAYS, Cut, profile
+from shoal.planner.profile import WAYS, Cut, PartProfile, profile
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Numbers, Task
 from shoal.planner.trace import trace
@@ -193,3 +193,20 @@ def test_frozen_experts_have_no_gradients() -> None:
     asked = Search(Task(found, cluster(1, 2), 8, numbers, legal={"experts": 4}))
     estimate = asked.estimate(Choice(Spread(copies=2, experts=2), 4))
     assert estimate.memory["gradients"] == 4 * 2 * 2 * 32
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_is_counted_where_rows_have_documents_alone(packed: bool) -> None:
+    """A forward of transformers finds that positions go on, and leaves it out; of fake ones it cannot tell."""
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+              "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 4096}  # fmt: skip
+    model = build({"name": "hf", "config": config})
+
+    def block(tokens: int) -> PartProfile:
+        row = {key: torch.zeros(tokens, dtype=torch.int64) for key in ("input_ids", "labels")}
+        row |= {"position_ids": torch.arange(tokens)} if packed else {}
+        found = profile(Subject(model.factory, model.loss, row, 1, precision("fp32")), {})
+        return next(part for part in found.parts if part.is_block)
+
+    more = block(2048).saved.value - 4 * block(512).saved.value
+    assert more > 2048**2 - 4 * 512**2 if packed else more == 0
