@@ -19,6 +19,7 @@ from shoal.comm import World
 from shoal.elastic.control import JOB
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
+from shoal.jobs.__main__ import told
 from shoal.jobs.choose import Sizes, settle
 from shoal.jobs.config import Job
 from shoal.jobs.export import evaluate_run, export_checkpoint, generate_text
@@ -195,6 +196,19 @@ def test_a_loss_that_is_not_finite_names_step_and_parameter_and_leaves_a_report(
     end = records_of(job).end
     assert end is not None and end.reason.startswith("failed: step ")
     assert (Path(job.run.dir) / "report.html").exists()
+
+
+def test_a_report_that_does_not_fit_the_disk_costs_only_itself(make_job, alone, monkeypatch, capsys):
+    def full(run_dir):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shoal.jobs.outcome.write_report", full)
+    monkeypatch.setattr("shoal.jobs.train.peak_flops", lambda engine: 1e11)
+    outcome = train(make_job(), {}, alone)
+    with pytest.raises(CheckpointError, match=r"report of .*/run cannot be written: .*No space.*: shoal report .*/run"):
+        told(outcome)
+    said = capsys.readouterr().out
+    assert "all 6 steps were trained" in said and "validation loss" in said and "report: " not in said
 
 
 def test_a_directory_holds_one_run(quick, make_job, alone):
