@@ -191,10 +191,11 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(quick, make_job, alon
 
 def test_a_loss_that_is_not_finite_names_step_and_parameter_and_leaves_a_report(make_job, alone):
     job = make_job(lr=1e30, clip=0.0, optimizer="sgd", weight_decay=0.0)
-    with pytest.raises(TrainingError, match=r"step \d+: the (loss|gradient norm) is (nan|inf).*first parameter"):
+    with pytest.raises(TrainingError, match=r"the (loss|gradient norm) is (nan|inf).*first parameter") as error:
         train(job, {}, alone)
-    end = records_of(job).end
-    assert end is not None and end.reason.startswith("failed: step ")
+    end, last = records_of(job).end, records_of(job).steps[-1].step
+    assert str(error.value).startswith(f"step {last + 1}: "), "the log counts from 1"
+    assert end is not None and end.reason == f"failed: {error.value}"
     assert (Path(job.run.dir) / "report.html").exists()
 
 

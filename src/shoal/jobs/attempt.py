@@ -18,7 +18,7 @@ import torch
 from shoal.device import hardware_name, is_accelerator
 from shoal.elastic.events import NOW, SAVE
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError
+from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError, counted_from_1
 from shoal.jobs import resume
 from shoal.jobs.batches import Votes, batches
 from shoal.jobs.choose import Settled
@@ -113,7 +113,7 @@ class Attempt:
         """Trains; writes the end record and the report, also where training fails. Raises Halted where the run goes on
         in another generation."""
         try:
-            with self.stop:
+            with self.stop, counted_from_1():
                 reason = self._train()
                 self.shown.busy()
                 self.trying.pause()
