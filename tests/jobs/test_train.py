@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,17 @@ def test_a_loss_that_is_not_finite_names_step_and_parameter_and_leaves_a_report(
     assert str(error.value).startswith(f"step {last + 1}: "), "the log counts from 1"
     assert end is not None and end.reason == f"failed: {error.value}"
     assert (Path(job.run.dir) / "report.html").exists()
+
+
+@pytest.mark.parametrize(("power", "least", "most"), [(22, 1, 5), (200, 6, 6)])
+def test_steps_that_the_loss_scale_skips_are_not_trained(quick, make_job, alone, power, least, most):
+    """A few are, which is usual; where all are, code 0 would say that something was trained."""
+    job = make_job(precision={"name": "fp16", "initial_scale_power": power, "hysteresis": 1})
+    with nullcontext() if most < 6 else pytest.raises(TrainingError, match="no step was applied"):
+        train(job, {}, alone)
+    records = records_of(job)
+    assert records.end is not None and least <= (skipped := sum(each.skipped for each in records.steps)) <= most
+    assert f"all 6 steps are over; {skipped} of 6 were skipped: gradients overflowed" in records.end.reason
 
 
 def test_a_report_that_does_not_fit_the_disk_costs_only_itself(make_job, alone, monkeypatch, capsys):

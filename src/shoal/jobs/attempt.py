@@ -122,6 +122,11 @@ class Attempt:
                 self.timeline.close(self.recorder)
             if self.saver.failure is not None:
                 raise CheckpointError(f"{reason}, but the newest weights are not saved: {self.saver.failure}")
+            if self.stop.signal is None and 0 < self._skipped == self.engine.step_index:
+                raise TrainingError(
+                    f"no step was applied: {reason}. Where the loss is not finite either, weights or data are not; "
+                    'else give train.precision a smaller "initial_scale_power", or more steps, or take "bf16"'
+                )
         except Halted as halted:
             self._hand_on(halted.how)
             raise
@@ -206,7 +211,15 @@ class Attempt:
         self.timeline.before(-1)
         if self.stop.signal is None:
             self._evaluate_and_write()
-        return stopped or f"all {total} steps were trained"
+        if not (skipped := self._skipped):
+            return stopped or f"all {total} steps were trained"
+        over = stopped or f"all {total} steps are over"
+        return f"{over}; {skipped} of {engine.step_index} were skipped: gradients overflowed under the loss scale"
+
+    @property
+    def _skipped(self) -> int:
+        """Steps of the run that updated nothing, as gradients overflowed under the loss scale."""
+        return 0 if self.engine.loss_scale is None else int(self.engine.loss_scale.skipped)
 
     def _change_plan(self, change: Callable[[], None]) -> None:
         self.timeline.before(-1)
