@@ -26,8 +26,8 @@ from shoal.jobs.federated.holdings import Dealt
 from shoal.jobs.federated.model import refuse_other_runs, save_model
 from shoal.jobs.federated.record import Record
 from shoal.jobs.names import TOKENIZER
-from shoal.jobs.outcome import Outcome, report_on
 from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.outcome import Outcome, report_on
 from shoal.jobs.stop import Stop
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.optim.groups import decay_matrices_only
