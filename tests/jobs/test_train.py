@@ -21,6 +21,7 @@ from shoal.elastic.control import JOB
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
 from shoal.jobs.__main__ import told
+from shoal.jobs.changes import changes
 from shoal.jobs.choose import Sizes, settle
 from shoal.jobs.config import Job
 from shoal.jobs.export import evaluate_run, export_checkpoint, generate_text
@@ -308,6 +309,23 @@ def test_what_a_trained_model_cannot_follow_is_refused_by_name(quick, make_job, 
     train(make_job(steps=1), {}, alone)
     with pytest.raises(UserError, match=message):
         train(make_job(steps=2, **changes), {}, World.single("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "refused"),
+    [
+        ({"name": "mlp", "sizes": [2, 3]}, {"activation": "relu", "dropout": 0.0}, None),
+        ({"name": "mlp", "sizes": [2, 3], "activation": "relu"}, {"activation": "tanh"}, "activation = 'tanh'"),
+        ({"name": "gpt", "preset": "1m", "vocab_size": 9}, {"norm": "rmsnorm", "norm_eps": 1e-5}, None),
+        ({"name": "gpt", "preset": "1m", "vocab_size": 9}, {"norm": "rmsnorm", "tied": False}, "tied = False"),
+        ({"name": "gpt", "preset": "1m", "vocab_size": 9}, {"preset": "5m"}, "preset = '5m'"),
+        ({"name": "hf", "config": {"model_type": "gpt2", "n_layer": 1}}, {"n_head": 12}, None),
+    ],
+)
+def test_a_default_that_is_written_out_is_no_change(then, now, refused):
+    about = {"data": {}, "tokenizer": None, "content": "", "classes": [], "model": then}
+    with nullcontext() if refused is None else pytest.raises(UserError, match=f"model.{refused}, but the checkpoint"):
+        assert changes(about, {**about, "model": {**then, **now}}) == []
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_anew(quick, make_job, alone, tmp_path):
