@@ -28,6 +28,7 @@ from shoal.jobs.export import evaluate_run, export_checkpoint, generate_text
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
 from shoal.optim.lr import _cosine
+from shoal.training.result import StepResult
 from tests.jobs.conftest import losses_of, records_of
 from tests.jobs.logs import fill_at
 
@@ -210,6 +211,20 @@ def test_steps_that_the_loss_scale_skips_are_not_trained(quick, make_job, alone,
     records = records_of(job)
     assert records.end is not None and least <= (skipped := sum(each.skipped for each in records.steps)) <= most
     assert f"all 6 steps are over; {skipped} of 6 were skipped: gradients overflowed" in records.end.reason
+
+
+def test_a_run_that_goes_on_with_a_loss_that_is_not_finite_and_skips_all_does_not_end_well(
+    quick, make_job, alone, monkeypatch
+):
+    """Under a loss scale that is still to fall, after steps that were applied."""
+    train(make_job(steps=2, precision="bf16"), {}, alone)
+    monkeypatch.setattr(StepResult, "loss", math.nan)
+    monkeypatch.setattr(StepResult, "skipped", True)
+    fp16 = {"name": "fp16", "initial_scale_power": 200, "hysteresis": 1}
+    with pytest.raises(
+        TrainingError, match=r"no step was applied: .*4 of 6 were skipped.*; the loss is nan: weights or"
+    ):
+        train(make_job(precision=fp16), {}, World.single("cpu"))
 
 
 def test_a_report_that_does_not_fit_the_disk_costs_only_itself(make_job, alone, monkeypatch, capsys):

@@ -20,6 +20,7 @@ from shoal.elastic.events import NOW, SAVE
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError, counted_from_1
 from shoal.jobs import resume
+from shoal.jobs.applied import Applied
 from shoal.jobs.batches import Votes, batches
 from shoal.jobs.choose import Settled
 from shoal.jobs.config import describe
@@ -101,6 +102,7 @@ class Attempt:
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked, heeds=has_lost is None)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
+        self.applied = Applied(engine)
         self.moves, self.pace, self.shown = Moves(engine), OwnPace(engine), Shown(world, job.run.first_within)
         self.recorder.start(self._about(speed.peak))
 
@@ -122,11 +124,8 @@ class Attempt:
                 self.timeline.close(self.recorder)
             if self.saver.failure is not None:
                 raise CheckpointError(f"{reason}, but the newest weights are not saved: {self.saver.failure}")
-            if self.stop.signal is None and 0 < self._skipped == self.engine.step_index:
-                raise TrainingError(
-                    f"no step was applied: {reason}. Where the loss is not finite either, weights or data are not; "
-                    'else give train.precision a smaller "initial_scale_power", or more steps, or take "bf16"'
-                )
+            if self.stop.signal is None:
+                self.applied.check(reason)
         except Halted as halted:
             self._hand_on(halted.how)
             raise
@@ -188,6 +187,7 @@ class Attempt:
             with self.pace.step(batch):
                 result = engine.step(batch)
             self.timeline.ended()
+            self.applied.last = result
             self.recorder.step(result, len(batch.ids))
             self.timeline.tell(self.recorder)
             self.trying.after(result)
@@ -211,15 +211,7 @@ class Attempt:
         self.timeline.before(-1)
         if self.stop.signal is None:
             self._evaluate_and_write()
-        if not (skipped := self._skipped):
-            return stopped or f"all {total} steps were trained"
-        over = stopped or f"all {total} steps are over"
-        return f"{over}; {skipped} of {engine.step_index} were skipped: gradients overflowed under the loss scale"
-
-    @property
-    def _skipped(self) -> int:
-        """Steps of the run that updated nothing, as gradients overflowed under the loss scale."""
-        return 0 if self.engine.loss_scale is None else int(self.engine.loss_scale.skipped)
+        return self.applied.why_ended(stopped, total)
 
     def _change_plan(self, change: Callable[[], None]) -> None:
         self.timeline.before(-1)
