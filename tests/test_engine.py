@@ -436,7 +436,7 @@ def test_an_error_in_the_users_model_carries_the_shapes():
     running = Engine(lambda: nn.Linear(9, 3), regression, ADAMW, global_batch=4, microbatch=2)
     with pytest.raises(RuntimeError) as error:
         running.step(next(iter(running.batches(vectors()))))
-    assert error.value.__notes__ == ["in step 0, microbatch 1 of 2 on this rank: inputs (2, 10), targets (2, 3)"]
+    assert error.value.__notes__ == ["after 0 steps, in microbatch 1 of 2 on this rank: inputs (2, 10), targets (2, 3)"]
 
 
 @pytest.mark.fast

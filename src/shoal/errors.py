@@ -72,9 +72,30 @@ def in_section(section: str) -> Iterator[None]:
 
 
 class TrainingError(ShoalError):
-    """Training cannot go on: a loss or gradient that is not finite."""
+    """Training cannot go on: a loss or gradient that is not finite.
+
+    step: the engine's number of the step, which the message begins with; None where it is of no step.
+    """
 
     exit_code = 3
+
+    def __init__(self, problem: str, step: int | None = None) -> None:
+        super().__init__(problem, step)
+        self.problem, self.step = problem, step
+
+    def __str__(self) -> str:
+        return self.problem if self.step is None else f"step {self.step}: {self.problem}"
+
+
+@contextmanager
+def counted_from_1() -> Iterator[None]:
+    """Has a TrainingError name the step as the log of a job does, from 1; an engine counts steps from 0."""
+    try:
+        yield
+    except TrainingError as error:
+        if error.step is not None:
+            error.step += 1
+        raise
 
 
 class RemoteError(TrainingError):

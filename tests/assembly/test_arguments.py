@@ -42,6 +42,13 @@ def engine(**changed: Any) -> Engine:
     return Engine(**{**given, **changed})
 
 
+def test_an_option_of_a_group_that_the_optimizer_has_not_is_named():
+    with pytest.raises(UserError, match=r'"weigth_decay", which is no option of SGD.*Did you mean "weight_decay"'):
+        engine(param_groups=lambda name, parameter: {"weigth_decay": 0.1})
+    with pytest.warns(UserWarning, match=r'"name", which is no option of SGD .*engine\.optimizer\.torch\.param_groups'):
+        engine(param_groups=lambda name, parameter: {"name": name, "initial_lr": 0.1}).close()
+
+
 def trains(**changed: Any) -> bool:
     made = engine(**changed)
     out = made.step(next(made.batches(Rows())))

@@ -62,7 +62,7 @@ def train_here(job_file: Path, *sets: str) -> None:
     """Trains a job in this process: what else a run has to be there for, or is compared with. No report is drawn and no
     peak measured, which takes longer than all else."""
     job, origins = load_job(job_file, list(sets))
-    no_report = patch("shoal.jobs.attempt.write_report", lambda run_dir: run_dir / "report.html")
+    no_report = patch("shoal.jobs.outcome.write_report", lambda run_dir: run_dir / "report.html")
     with no_report, patch("shoal.jobs.train.peak_flops", lambda engine: 1e11):
         train(job, origins, World.single("cpu"))
 

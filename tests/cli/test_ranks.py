@@ -206,7 +206,7 @@ def test_a_shape_error_of_a_script_shows_the_scripts_own_lines(shoal, tmp_path):
     assert answer.code == 1
     assert 'return (model(mb["x"]) - mb["y"])' in answer.err
     assert "mat1 and mat2 shapes cannot be multiplied (2x16 and 17x1)" in answer.err
-    assert "in step 0, microbatch 1 of 1 on this rank: x (2, 8), y (2, 1)" in answer.err
+    assert "after 0 steps, in microbatch 1 of 1 on this rank: x (2, 8), y (2, 1)" in answer.err
     assert "shoal/training/step.py" not in answer.err, "our own frames are folded"
     assert answer.err.count("Traceback") == 1, "once for all ranks"
 

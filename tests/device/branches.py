@@ -99,7 +99,7 @@ def a_job(world: World, folder: str) -> list[float]:
         run=Run(dir=f"{folder}/run", trackers=[]),
     )
     tiny = patch.multiple("shoal.device.peak", CPU_SIZE=TINY, ACCELERATOR_SIZE=TINY)
-    with tiny, patch("shoal.jobs.attempt.write_report", lambda run_dir: run_dir):
+    with tiny, patch("shoal.jobs.outcome.write_report", lambda run_dir: run_dir):
         train(job, world=world)
     spans = [json.loads(line) for line in Path(folder, "run/timeline.jsonl").read_text().splitlines()]
     records = read_metrics(Path(folder, "run/metrics.jsonl"))

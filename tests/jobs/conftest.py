@@ -42,7 +42,7 @@ def draw_nothing(run_dir: Path) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No report is drawn and no peak measured."""
-    for module in ("attempt", "served.serve", "evaluator"):
+    for module in ("outcome", "evaluator"):
         monkeypatch.setattr(f"shoal.jobs.{module}.write_report", draw_nothing)
     monkeypatch.setattr("shoal.jobs.train.peak_flops", lambda engine: 1e11)
 
@@ -96,5 +96,5 @@ def in_cache(world: World, cache: str, job: Job) -> int:
     from shoal.jobs.train import train
 
     os.environ["XDG_CACHE_HOME"] = cache
-    with patch("shoal.jobs.attempt.write_report", draw_nothing):
+    with patch("shoal.jobs.outcome.write_report", draw_nothing):
         return train(job, world=world).step

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,15 @@ from shoal.comm import World
 from shoal.elastic.control import JOB
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
+from shoal.jobs.__main__ import told
+from shoal.jobs.changes import changes
 from shoal.jobs.choose import Sizes, settle
 from shoal.jobs.config import Job
 from shoal.jobs.export import evaluate_run, export_checkpoint, generate_text
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
 from shoal.optim.lr import _cosine
+from shoal.training.result import StepResult
 from tests.jobs.conftest import losses_of, records_of
 from tests.jobs.logs import fill_at
 
@@ -190,11 +194,50 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(quick, make_job, alon
 
 def test_a_loss_that_is_not_finite_names_step_and_parameter_and_leaves_a_report(make_job, alone):
     job = make_job(lr=1e30, clip=0.0, optimizer="sgd", weight_decay=0.0)
-    with pytest.raises(TrainingError, match=r"step \d+: the (loss|gradient norm) is (nan|inf).*first parameter"):
+    with pytest.raises(TrainingError, match=r"the (loss|gradient norm) is (nan|inf).*first parameter") as error:
         train(job, {}, alone)
-    end = records_of(job).end
-    assert end is not None and end.reason.startswith("failed: step ")
+    end, last = records_of(job).end, records_of(job).steps[-1].step
+    assert str(error.value).startswith(f"step {last + 1}: "), "the log counts from 1"
+    assert end is not None and end.reason == f"failed: {error.value}"
     assert (Path(job.run.dir) / "report.html").exists()
+
+
+@pytest.mark.parametrize(("power", "least", "most"), [(22, 1, 5), (200, 6, 6)])
+def test_steps_that_the_loss_scale_skips_are_not_trained(quick, make_job, alone, power, least, most):
+    """A few are, which is usual; where all are, code 0 would say that something was trained."""
+    job = make_job(precision={"name": "fp16", "initial_scale_power": power, "hysteresis": 1})
+    with nullcontext() if most < 6 else pytest.raises(TrainingError, match="no step was applied"):
+        train(job, {}, alone)
+    records = records_of(job)
+    assert records.end is not None and least <= (skipped := sum(each.skipped for each in records.steps)) <= most
+    assert f"all 6 steps are over; {skipped} of 6 were skipped: gradients overflowed" in records.end.reason
+
+
+def test_a_run_that_goes_on_with_a_loss_that_is_not_finite_and_skips_all_does_not_end_well(
+    quick, make_job, alone, monkeypatch
+):
+    """Under a loss scale that is still to fall, after steps that were applied."""
+    train(make_job(steps=2, precision="bf16"), {}, alone)
+    monkeypatch.setattr(StepResult, "loss", math.nan)
+    monkeypatch.setattr(StepResult, "skipped", True)
+    fp16 = {"name": "fp16", "initial_scale_power": 200, "hysteresis": 1}
+    with pytest.raises(
+        TrainingError, match=r"no step was applied: .*4 of 6 were skipped.*; the loss is nan: weights or"
+    ):
+        train(make_job(precision=fp16), {}, World.single("cpu"))
+
+
+def test_a_report_that_does_not_fit_the_disk_costs_only_itself(make_job, alone, monkeypatch, capsys):
+    def full(run_dir):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shoal.jobs.outcome.write_report", full)
+    monkeypatch.setattr("shoal.jobs.train.peak_flops", lambda engine: 1e11)
+    outcome = train(make_job(), {}, alone)
+    with pytest.raises(CheckpointError, match=r"report of .*/run cannot be written: .*No space.*: shoal report .*/run"):
+        told(outcome)
+    said = capsys.readouterr().out
+    assert "all 6 steps were trained" in said and "validation loss" in said and "report: " not in said
 
 
 def test_a_directory_holds_one_run(quick, make_job, alone):
@@ -281,6 +324,23 @@ def test_what_a_trained_model_cannot_follow_is_refused_by_name(quick, make_job, 
     train(make_job(steps=1), {}, alone)
     with pytest.raises(UserError, match=message):
         train(make_job(steps=2, **changes), {}, World.single("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "refused"),
+    [
+        ({"name": "mlp", "sizes": [2, 3]}, {"activation": "relu", "dropout": 0.0}, None),
+        ({"name": "mlp", "sizes": [2, 3], "activation": "relu"}, {"activation": "tanh"}, "activation = 'tanh'"),
+        ({"name": "gpt", "preset": "1m", "vocab_size": 9}, {"norm": "rmsnorm", "norm_eps": 1e-5}, None),
+        ({"name": "gpt", "preset": "1m", "vocab_size": 9}, {"norm": "rmsnorm", "tied": False}, "tied = False"),
+        ({"name": "gpt", "preset": "1m", "vocab_size": 9}, {"preset": "5m"}, "preset = '5m'"),
+        ({"name": "hf", "config": {"model_type": "gpt2", "n_layer": 1}}, {"n_head": 12}, None),
+    ],
+)
+def test_a_default_that_is_written_out_is_no_change(then, now, refused):
+    about = {"data": {}, "tokenizer": None, "content": "", "classes": [], "model": then}
+    with nullcontext() if refused is None else pytest.raises(UserError, match=f"model.{refused}, but the checkpoint"):
+        assert changes(about, {**about, "model": {**then, **now}}) == []
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_anew(quick, make_job, alone, tmp_path):

@@ -158,6 +158,20 @@ def test_a_failed_rank_stuck_in_its_exit_handlers_does_not_hold_the_run(script, 
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("error, code", [("TrainingError", 3), ("CheckpointError", 5)])
+def test_what_ends_training_on_all_ranks_leaves_the_first_one_time_for_the_report(
+    script, capfd, monkeypatch, tmp_path: Path, error: str, code: int
+) -> None:
+    monkeypatch.setattr(process, "PEER_GRACE", 0.1)
+    program = script(
+        f"from shoal.errors import {error}\nif rank == 0:\n    time.sleep(0.7)\n"
+        f"    open({str(tmp_path / 'report')!r}, 'w')\nraise {error}('of all')\n"
+    )
+    assert launch(program, 2) == code
+    assert capfd.readouterr().err == "error: of all\n" and (tmp_path / "report").exists()
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_a_rank_started_ends_with_it(script, tmp_path: Path) -> None:
     program = script(
         f"import subprocess\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"

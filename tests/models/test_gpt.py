@@ -157,6 +157,7 @@ def test_dropout_acts_while_training_alone(cfg):
         ({"d_ff": 0}, "d_ff = 0 of GPT must be greater than 0"),
         ({"kv_heads": 0}, "kv_heads = 0 of GPT must be greater than 0"),
         ({"rope_theta": float("nan")}, "rope_theta = nan of GPT must be greater than 0"),
+        ({"rope_theta": 5e5}, 'rope_theta = 500000.0 of GPT is of rotary positions: give positions = "rotary" too'),
         (
             {"positions": "rotory"},
             "positions = 'rotory' of GPT is none of 'learned', 'rotary'. Did you mean \"rotary\"?",

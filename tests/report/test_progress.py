@@ -156,7 +156,7 @@ def test_a_stopped_run_shows_its_last_step() -> None:
 
 def test_the_summary() -> None:
     records = RunRecords(
-        steps=(step(1), step(2)),
+        steps=(step(1), replace(step(2), seconds=3.0, mfu=0.1)),
         evals=(EvalRecord(step=0, loss=5.5, tokens=1), EvalRecord(step=2, loss=2.25, tokens=1)),
         checkpoints=(CheckpointRecord(step=2, path="checkpoints/step-00000002", seconds=0.1),),
         warnings=(WarningRecord(message="-"),),
@@ -168,9 +168,9 @@ def test_the_summary() -> None:
         "validation loss": "5.5000 → 2.2500  (-3.2500)",
         "steps": "2",
         "tokens": "2.00k",
-        "time in steps": "2.0 s",
-        "throughput": "1.00k tokens/s",
-        "MFU": "50% of the measured matmul peak",
+        "time in steps": "4.0 s",
+        "throughput": "500 tokens/s",
+        "MFU": "20% of the measured matmul peak",
         "memory": "1.00 GiB at most",
         "last checkpoint": "checkpoints/step-00000002",
         "warnings": "1",

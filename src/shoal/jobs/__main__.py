@@ -13,9 +13,10 @@ with imports():
     from rich.text import Text
 
     from shoal.elastic.control import CALLED, call_this, control
-    from shoal.jobs.attempt import Outcome
+    from shoal.errors import CheckpointError
     from shoal.jobs.evaluator import follow
     from shoal.jobs.live import LiveRank
+    from shoal.jobs.outcome import Outcome
     from shoal.jobs.read import load_job
     from shoal.jobs.served.follow import follow as follow_first
     from shoal.jobs.served.serve import serve
@@ -52,9 +53,12 @@ def run(path: str, assignments: list[str]) -> int:
 
 
 def told(outcome: Outcome) -> int:
-    """Prints the summary of a run where there is one; returns the exit code."""
-    if outcome.report is not None:
+    """Prints the summary of a run where there is one; returns the exit code. Raises CheckpointError where the report
+    could not be written, as for weights that could not."""
+    if outcome.report is not None or outcome.unwritten:
         tell(outcome)
+    if outcome.unwritten:
+        raise CheckpointError(outcome.unwritten)
     return 128 + outcome.signal if outcome.signal else 0
 
 
@@ -67,7 +71,8 @@ def tell(outcome: Outcome) -> None:
     if records.samples:
         last = records.samples[-1]
         console.print(Panel(Text.assemble((last.prompt, "bold"), last.text), title="sample", title_align="left"))
-    print(f"report: {outcome.report}", flush=True)
+    if outcome.report is not None:
+        print(f"report: {outcome.report}", flush=True)
 
 
 if __name__ == "__main__":

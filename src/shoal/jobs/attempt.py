@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ import torch
 from shoal.device import hardware_name, is_accelerator
 from shoal.elastic.events import NOW, SAVE
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError
+from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError, counted_from_1
 from shoal.jobs import resume
+from shoal.jobs.applied import Applied
 from shoal.jobs.batches import Votes, batches
 from shoal.jobs.choose import Settled
 from shoal.jobs.config import describe
 from shoal.jobs.evaluate import Subsample, measure_of, write_on
 from shoal.jobs.generation import Shown
 from shoal.jobs.moves import Moves
+from shoal.jobs.outcome import Outcome, report_on
 from shoal.jobs.pace import OwnPace
 from shoal.jobs.plans import forget
 from shoal.jobs.record import Recorder
@@ -43,29 +46,11 @@ FIRST_LOOK = 64  # rows of the evaluation before the first step at most: untrain
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The end of a run. `reason`: a sentence; `signal`: what stopped it, if one did; `report`: None but on rank 0."""
-
-    run_dir: Path
-    step: int
-    reason: str
-    signal: int | None
-    report: Path | None
-
-
-@dataclass(frozen=True)
 class Speed:
     """What MFU needs: the FLOPs of a sample, where known, and the peak FLOP/s of all ranks."""
 
     flops_per_sample: float | None
     peak: float
-
-
-def write_report(run_dir: Path) -> Path:
-    """Calls `report.page.write_report`. Imported here, because its libraries take half as long to import as torch."""
-    from shoal.report import page
-
-    return page.write_report(run_dir)
 
 
 class Attempt:
@@ -117,6 +102,7 @@ class Attempt:
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked, heeds=has_lost is None)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
+        self.applied = Applied(engine)
         self.moves, self.pace, self.shown = Moves(engine), OwnPace(engine), Shown(world, job.run.first_within)
         self.recorder.start(self._about(speed.peak))
 
@@ -129,7 +115,7 @@ class Attempt:
         """Trains; writes the end record and the report, also where training fails. Raises Halted where the run goes on
         in another generation."""
         try:
-            with self.stop:
+            with self.stop, counted_from_1():
                 reason = self._train()
                 self.shown.busy()
                 self.trying.pause()
@@ -138,6 +124,8 @@ class Attempt:
                 self.timeline.close(self.recorder)
             if self.saver.failure is not None:
                 raise CheckpointError(f"{reason}, but the newest weights are not saved: {self.saver.failure}")
+            if self.stop.signal is None:
+                self.applied.check(reason)
         except Halted as halted:
             self._hand_on(halted.how)
             raise
@@ -148,9 +136,10 @@ class Attempt:
             if isinstance(error, TrainingError) or (isinstance(error, CorruptionError) and self._has_lost is None):
                 self.saver.close()  # every rank raised it, so all of them can finish the save under way
             said = str(error) if isinstance(error, ShoalError) else type(error).__name__
-            self._finish(f"{FAILED} {said}")
+            if unwritten := self._finish(f"{FAILED} {said}")[1]:
+                print(f"warning: {unwritten}", file=sys.stderr)
             raise
-        return Outcome(self.run_dir, self.engine.step_index, reason, self.stop.signal, self._finish(reason))
+        return Outcome(self.run_dir, self.engine.step_index, reason, self.stop.signal, *self._finish(reason))
 
     def leave(self, how: str) -> None:
         """Has this rank leave its generation; see events.NOW. Any thread may call it."""
@@ -198,6 +187,7 @@ class Attempt:
             with self.pace.step(batch):
                 result = engine.step(batch)
             self.timeline.ended()
+            self.applied.last = result
             self.recorder.step(result, len(batch.ids))
             self.timeline.tell(self.recorder)
             self.trying.after(result)
@@ -221,7 +211,7 @@ class Attempt:
         self.timeline.before(-1)
         if self.stop.signal is None:
             self._evaluate_and_write()
-        return stopped or f"all {total} steps were trained"
+        return self.applied.why_ended(stopped, total)
 
     def _change_plan(self, change: Callable[[], None]) -> None:
         self.timeline.before(-1)
@@ -271,17 +261,14 @@ class Attempt:
                 self.recorder.evaluation(self.engine.step_index, found, found.also[0] if found.also else None)
             self.shown.busy()
 
-    def _finish(self, reason: str) -> Path | None:
-        """Writes the end record and the report. A full disk costs only the report."""
+    def _finish(self, reason: str) -> tuple[Path | None, str]:
+        """Writes the end record and the report; see `report_on`. A full disk costs only the report."""
         self.recorder.end(reason)
         if not self.first:
-            return None
-        try:
+            return None, ""
+        with suppress(OSError):  # where nothing can be removed the report cannot be written either, which is said
             forget(self.run_dir)
-            return write_report(self.run_dir)
-        except OSError as error:
-            print(f"warning: the report of {self.run_dir} cannot be written: {error}", file=sys.stderr)
-            return None
+        return report_on(self.run_dir)
 
     def _about(self, peak: float) -> RunRecord:
         world = self.engine.world

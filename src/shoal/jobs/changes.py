@@ -7,13 +7,14 @@ Learning rate, schedule, optimizer, clipping, precision and batch are compared b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from shoal.checkpoint.given import OTHER_ORDER, line
 from shoal.errors import UserError
 from shoal.jobs.config import Job, tables
 from shoal.jobs.names import TOKENIZER
+from shoal.models import build
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -38,7 +39,7 @@ def remembered(job: Job, tokenizer: str | None, content: str, classes: Sequence[
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each value that differs between two `remembered` jobs. Raises UserError for a fixed one."""
-    before, after = _flat(then), _flat(now)
+    before, after = _in_whole(then, now) if then["model"] != now["model"] else (_flat(then), _flat(now))
     lines = []
     for key in {**before, **after}:
         was, is_now = before.get(key), after.get(key)
@@ -68,6 +69,28 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _of_the_data(about: Tables) -> list[Any]:
     """Returns what says which data a job has."""
     return [about["data"].get(key) for key in ("source", "field", "size")]
+
+
+def _in_whole(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns two jobs, flat, with all settings of their models, since one may give what is the other's default; with
+    none where the models are the same, however they are given."""
+    before, after = _flat(then), _flat(now)
+    try:
+        whole, is_now = (_flat({"model": _with_defaults(each["model"])}) for each in (then, now))
+    except UserError:  # a file of the earlier model is gone
+        return before, after
+    if whole != is_now:
+        return before | whole, after | is_now
+    model = {key for key in (*before, *after) if key.startswith("model.")}
+    return _without(before, model), _without(after, model)
+
+
+def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    return _without(model, {"preset", "config"}) | build(model).values
+
+
+def _without(table: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
+    return {key: table[key] for key in table if key not in keys}
 
 
 def _is_soft(key: str) -> bool:

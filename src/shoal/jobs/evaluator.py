@@ -18,11 +18,11 @@ from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import World
 from shoal.errors import CheckpointError, UserError
 from shoal.jobs.assemble import make_engine
-from shoal.jobs.attempt import write_report
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.evaluate import Subsample, measure_of
 from shoal.jobs.names import DIRECTORY
+from shoal.jobs.outcome import write_report
 from shoal.jobs.stop import STOPPED
 from shoal.plan import Plan
 from shoal.report.evaluations import EVALUATIONS, read_evaluations

@@ -29,13 +29,14 @@ from shoal.engine import Engine
 from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalError, UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
-from shoal.jobs.attempt import Attempt, Outcome, Speed
+from shoal.jobs.attempt import Attempt, Speed
 from shoal.jobs.automatic import planned
 from shoal.jobs.choose import Settled, at_size, opened
 from shoal.jobs.costs import peak_flops
 from shoal.jobs.generation import placed, record_of
 from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY
+from shoal.jobs.outcome import Outcome
 from shoal.jobs.read import load_job
 from shoal.jobs.stop import Halted
 from shoal.jobs.timeline import Kept

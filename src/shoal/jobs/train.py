@@ -20,7 +20,7 @@ from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
-from shoal.jobs.attempt import Attempt, Outcome, Speed
+from shoal.jobs.attempt import Attempt, Speed
 from shoal.jobs.automatic import planned
 from shoal.jobs.changes import remembered
 from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
@@ -29,6 +29,7 @@ from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.kernels import kernels
 from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY, TOKENIZER
+from shoal.jobs.outcome import Outcome
 from shoal.jobs.plans import plan_at, plans_of
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.address import host_port
-from shoal.errors import LaunchError, UserError
+from shoal.errors import CheckpointError, LaunchError, TrainingError, UserError
 from shoal.launch.failure import read_end, read_failure
 from shoal.launch.fork_server import Forked, ForkServer
 from shoal.launch.verdict import Ending
@@ -25,7 +25,10 @@ from shoal.launch.verdict import Ending
 PEER_GRACE = 1.2
 """Seconds for the others once a rank has failed: a collective takes half a second to find out which rank is missing."""
 MISTAKE_GRACE = 8.0
-"""Seconds for the others after a UserError, so that all of them raise it and it is reported once."""
+"""Seconds for the others after an error of `ALIKE`, so that it is reported once, and the first rank has time to write
+the report of the run."""
+ALIKE = (UserError.exit_code, TrainingError.exit_code, CheckpointError.exit_code)
+"""Exit codes of errors that all ranks raise, each by itself."""
 _TERM_GRACE = 0.4  # seconds between SIGTERM and SIGKILL
 POLL = 0.02
 """Seconds between two looks at the processes."""
@@ -214,7 +217,7 @@ class RankProcess:
     def grace(self) -> float:
         """Seconds for the other ranks to end by themselves once this one has failed."""
         failure = read_failure(self.failure_file)
-        return MISTAKE_GRACE if failure is not None and failure.exit_code == UserError.exit_code else PEER_GRACE
+        return MISTAKE_GRACE if failure is not None and failure.exit_code in ALIKE else PEER_GRACE
 
     def signal(self, signum: int) -> None:
         if self.running:

@@ -68,6 +68,11 @@ class GPTConfig:
                 f" = {self.moe.every} of GPT: of {self.layers} layers none is every {self.moe.every}th; give at most "
                 "layers.",
             )
+        if self.positions != "rotary" and self.rope_theta != GPTConfig.rope_theta:
+            raise ArgumentError(
+                "rope_theta",
+                f' = {self.rope_theta} of GPT is of rotary positions: give positions = "rotary" too, or leave it out.',
+            )
         if self.positions == "rotary" and self.head_size % 2:
             raise ArgumentError(
                 "heads",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -10,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.chunks import Buffer
+from shoal.errors import UserError, did_you_mean
 from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer, refusal
 from shoal.optim.fused.chunkwise import own
 from shoal.optim.fused.host_adam import HostAdam
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.groups import is_fused, make_optimizer, small_groups
+
+_NEARLY = 0.8  # as like as "beta" and "betas"
+_OF_SCHEDULERS = "initial_lr"  # where those of torch go on from
 
 
 def chunkwise(
@@ -42,6 +48,21 @@ def at_once(
         if refusal(factory, stand_ins) is None:
             return FlatOptimizer(factory, groups, owned, parameters)
     return optimizer
+
+
+def check_options(given: Sequence[Mapping[str, Any]], known: Mapping[str, Any], kind: str) -> None:
+    """Raises UserError for an option of a group that is nearly one of those that an optimizer of that `kind` knows, and
+    warns of others, since the optimizer heeds neither."""
+    for key in dict.fromkeys(key for options in given for key in options):
+        if key in known or key == _OF_SCHEDULERS:
+            continue
+        said = f'param_groups gives "{key}", which is no option of {kind} ({", ".join(known)})'
+        if get_close_matches(key.lower(), known, 1, _NEARLY):
+            raise UserError(f"{said}.{did_you_mean(key, list(known))}")
+        warnings.warn(
+            f"{said}: it changes nothing, unless code of yours reads it in engine.optimizer.torch.param_groups",
+            stacklevel=2,
+        )
 
 
 def on_host(

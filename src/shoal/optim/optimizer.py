@@ -66,6 +66,7 @@ class ChunkOptimizer:
         real = real or [{"params": [], **groups.options[0]}]  # a pipeline stage in which nothing is trained
         make = choose.at_once if in_turn is None else choose.chunkwise
         self.torch = choose.with_own_options(make(factory, real, self._owned, self._parameters))
+        choose.check_options(groups.options, self.torch.defaults, self.kind)
         own = ("params", *CHOICES)
         self.given = [{k: deepcopy(v) for k, v in each.items() if k not in own} for each in self.torch.param_groups]
         for page in self.pages:

@@ -70,7 +70,6 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         records=records,
         result=summarize(records),
         status=_status(records),
-        mean_mfu=_mean([record.mfu for record in records.steps if record.mfu is not None]),
         charts=_charts(records),
         timelines=[timeline_chart(step) for step in recorded],
         overlaps=[overlap(step) for step in recorded],
@@ -159,10 +158,6 @@ def _legend(spans: Sequence[Span]) -> dict[str, str]:
     waits = {"waiting": WAIT} if any(span.lane == "wait" for span in spans) else {}
     named = {WORDS.get(name, name): colour for name, colour in bar_colours(spans).items()}
     return {name: COLOURS[colour] for name, colour in (named | waits).items()}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _utc(seconds: float) -> Any:

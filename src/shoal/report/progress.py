@@ -190,9 +190,8 @@ def summary_table(records: RunRecords) -> Table:
         table.add_row("tokens", units.count(result.tokens))
         table.add_row("time in steps", units.duration(result.seconds))
         table.add_row("throughput", f"{units.count(result.tokens_per_second)} tokens/s")
-        shares = [record.mfu for record in records.steps if record.mfu is not None]
-        if shares:
-            table.add_row("MFU", f"{sum(shares) / len(shares):.0%} of the measured matmul peak")
+        if result.mfu is not None:
+            table.add_row("MFU", f"{result.mfu:.0%} of the measured matmul peak")
         if any(record.loss_scale is not None for record in records.steps):
             skipped = sum(record.skipped for record in records.steps)
             table.add_row("loss scale", f"{records.steps[-1].loss_scale:g} at the end, {skipped} steps skipped")

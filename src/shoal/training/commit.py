@@ -122,8 +122,9 @@ class Commit:
         if result.loss_scale is not None:
             where += f"; it overflows at every loss scale down to {result.loss_scale:g}"
         raise TrainingError(
-            f"step {result.step}: {what}; {where}. The update was not applied. A lower learning rate, a longer "
-            "warm-up, clipping, or the data of this step are the usual places to look"
+            f"{what}; {where}. The update was not applied. A lower learning rate, a longer warm-up, clipping, or the "
+            "data of this step are the usual places to look",
+            result.step,
         )
 
     def _of_all_owners(self, names: list[str]) -> list[str]:

@@ -120,7 +120,7 @@ class Forward:
             if "saved tensor hooks" in str(error):
                 raise UserError(BY_FUNCTIONS) from error
             shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
-            error.add_note(f"in step {batch.step}, microbatch {index + 1} of {number} on this rank: {shapes}")
+            error.add_note(f"after {batch.step} steps, in microbatch {index + 1} of {number} on this rank: {shapes}")
             if self.embeddings and "sparse" in str(error).lower():
                 error.add_note(
                     "gradients of embeddings come by rows here, as torch.sparse tensors, also from torch.autograd.grad "

@@ -20,7 +20,6 @@ from shoal.federated.recipe import Recipe, rate_of
 from shoal.federated.simulation import Federation, Interrupted
 from shoal.federated.state import load_state, save_state, seconds_of
 from shoal.jobs.assemble import FLOOR
-from shoal.jobs.attempt import Outcome, write_report
 from shoal.jobs.config import describe
 from shoal.jobs.evaluate import measure_of
 from shoal.jobs.federated.holdings import Dealt
@@ -28,6 +27,7 @@ from shoal.jobs.federated.model import refuse_other_runs, save_model
 from shoal.jobs.federated.record import Record
 from shoal.jobs.names import TOKENIZER
 from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.outcome import Outcome, report_on
 from shoal.jobs.stop import Stop
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.optim.groups import decay_matrices_only
@@ -85,9 +85,12 @@ def all_rounds(
             reason = _train(dealt, trains, record, limit, about_it, before)
             record.checkpoint(save_model(dealt.settled, trains, world))
     except BaseException as error:
-        _finish(record, run_dir, f"{FAILED} {error if isinstance(error, ShoalError) else type(error).__name__}")
+        record.end(f"{FAILED} {error if isinstance(error, ShoalError) else type(error).__name__}")
+        if unwritten := report_on(run_dir)[1]:
+            print(f"warning: {unwritten}", file=sys.stderr)
         raise
-    return Outcome(run_dir, trains.number, reason, limit.signal, _finish(record, run_dir, reason))
+    record.end(reason)
+    return Outcome(run_dir, trains.number, reason, limit.signal, *report_on(run_dir))
 
 
 def _train(
@@ -162,13 +165,3 @@ def _run_record(dealt: Dealt, trains: Federation) -> RunRecord:
         total=dealt.federated.rounds,
         time=time.time(),
     )
-
-
-def _finish(record: Record, run_dir: Path, reason: str) -> Path | None:
-    """Writes the end record and the report. A full disk costs only the report."""
-    record.end(reason)
-    try:
-        return write_report(run_dir)
-    except OSError as error:
-        print(f"warning: the report of {run_dir} cannot be written: {error}", file=sys.stderr)
-        return None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.comm import World
 from shoal.errors import UserError
-from shoal.jobs.attempt import Outcome
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.federated.holdings import Dealt, deal
 from shoal.jobs.federated.rounds import all_rounds, recipe_of
 from shoal.jobs.lock import locked
+from shoal.jobs.outcome import Outcome
 from shoal.jobs.stop import Stop
 from shoal.launch.identity import MOST_PORT
 from shoal.plan import Plan

@@ -13,11 +13,11 @@ from shoal.errors import UserError
 from shoal.federated.simulation import Simulation
 from shoal.federated.strategies import strategy_named
 from shoal.federated.together import MOST
-from shoal.jobs.attempt import Outcome
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.federated.holdings import Dealt, deal
 from shoal.jobs.federated.rounds import all_rounds, recipe_of
 from shoal.jobs.lock import locked
+from shoal.jobs.outcome import Outcome
 from shoal.jobs.stop import Stop
 from shoal.plan import Plan
 

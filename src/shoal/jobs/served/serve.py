@@ -16,11 +16,11 @@ from shoal.device import hardware_name
 from shoal.errors import CheckpointError, ShoalError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
-from shoal.jobs.attempt import Outcome, write_report
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job, Origins, describe, put
 from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY
+from shoal.jobs.outcome import Outcome, report_on
 from shoal.jobs.record import Recorder
 from shoal.jobs.served.devices import device_of_server
 from shoal.jobs.served.policy import policy_of
@@ -149,11 +149,11 @@ class _Serving:
                 raise CheckpointError(f"{reason}, but the newest weights are not saved: {self._watch.failure}")
         except BaseException as error:
             said = str(error) if isinstance(error, ShoalError) else type(error).__name__
-            self._close(f"{FAILED} {said}")
+            if unwritten := self._close(f"{FAILED} {said}")[1]:
+                print(f"warning: {unwritten}", flush=True)
             raise
-        report = self._close(reason)
         stopped = self._received[0] if self._received else None
-        return Outcome(self._run_dir, self._engine.step_index, reason, stopped, report)
+        return Outcome(self._run_dir, self._engine.step_index, reason, stopped, *self._close(reason))
 
     def _serve(self) -> str:
         """Returns why training ended, once it has."""
@@ -185,16 +185,12 @@ class _Serving:
     def _tell(self) -> None:
         self._watch.tell(self._part.ledger, str(self._job.server.policy), self._server.clients())
 
-    def _close(self, reason: str) -> Path | None:
-        """Ends the server, writes the end record and the report."""
+    def _close(self, reason: str) -> tuple[Path | None, str]:
+        """Ends the server, writes the end record and the report; see `report_on`."""
         self._tell()
         self._server.close()
         self._recorder.end(reason)
-        try:
-            return write_report(self._run_dir)
-        except OSError as error:
-            print(f"warning: the report of {self._run_dir} cannot be written: {error}", flush=True)
-            return None
+        return report_on(self._run_dir)
 
     def _about(self, world: World, parameters: int) -> RunRecord:
         return RunRecord(

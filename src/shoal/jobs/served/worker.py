@@ -14,7 +14,7 @@ from shoal.comm import World
 from shoal.data import Batch, Cursor
 from shoal.data.loader import stack_samples
 from shoal.device import is_accelerator
-from shoal.errors import UserError
+from shoal.errors import UserError, counted_from_1
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import FIRST_LOOK
 from shoal.jobs.choose import Settled, Sizes, settle
@@ -114,7 +114,8 @@ class _Worker:
         while True:
             self._rows.begin()
             self.engine.step_index = step
-            result = self.engine.step(batch)
+            with counted_from_1():
+                result = self.engine.step(batch)
             if not result.skipped:
                 break
             self._statistics.restore()  # the same samples come again, under a smaller loss scale
