@@ -126,7 +126,7 @@ def test_what_is_in_the_way_is_said(job_file, tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """No report is drawn."""
-    monkeypatch.setattr("shoal.jobs.federated.rounds.write_report", lambda run_dir: run_dir / "report.html")
+    monkeypatch.setattr("shoal.jobs.outcome.write_report", lambda run_dir: run_dir / "report.html")
 
 
 def test_rounds_without_enough_results_are_told_of_once(job_file, quick, capsys):
