@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from shoal.plan import Plan
@@ -44,7 +45,7 @@ class Spread(NamedTuple):
     @property
     def inside(self) -> Spread:
         """How one stage of one copy is divided: all that decides what a part of it takes and holds."""
-        return Spread(tokens=self.tokens, parts=self.parts, experts=self.experts, ring=self.ring)
+        return _inside(self.tokens, self.parts, self.experts, self.ring)
 
     def stride(self, what: str) -> int:
         """How far apart in rank the members of a group are: the innermost, which talk most, are neighbours."""
@@ -62,6 +63,11 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> Spread:
         return cls(plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.context == "ring")
+
+
+@cache
+def _inside(tokens: int, parts: int, experts: int, ring: bool) -> Spread:
+    return Spread(tokens=tokens, parts=parts, experts=experts, ring=ring)
 
 
 def divided_by(group: str) -> str:

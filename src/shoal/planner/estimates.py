@@ -211,10 +211,12 @@ class Estimates(Recomputed):
 
     def _ranks(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> list[Held]:
         plain, alike = self._plain(*timing(choice), most), dict[object, list[int]]()
-        alone = choice.chunks > 1 and lane.recomputes(counts)  # what frees much may be what few are under way of
+        again = lane.recomputes(counts)
+        alone = again and choice.chunks > 1  # what frees much may be what few are under way of
         for number, ranks in enumerate(lane.cuts.alike):
             for rank in ranks:
-                alike.setdefault((number, alone and rank, *counts[rank :: lane.ranks]), []).append(rank)
+                own = counts[rank :: lane.ranks] if again else ()
+                alike.setdefault((number, alone and rank, *own), []).append(rank)
         fullest = (max(ranks, key=plain.__getitem__) for ranks in alike.values())
         return [self._held(choice, lane, rank, counts, most) for rank in fullest]
 
