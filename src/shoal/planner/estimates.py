@@ -106,11 +106,11 @@ class Estimates(Recomputed):
 
     def holds(self, choice: Choice) -> Held:
         """What the rank holds whose device is fullest. Where replicas are alike it is known without any seconds."""
-        lane, counts, replicas = self.lane(choice), self.counts(choice), self.replicas(choice.spread)
-        if len(replicas.speeds) > 1 or self.task.pins.get("shares"):
-            most = self.deal(choice, lane, counts).most
+        lane, counts = self.lane(choice), self.counts(choice)
+        if self._have_as_many(choice.spread):
+            most = math.ceil(math.ceil(self.task.rows / choice.microbatch) / len(self.replicas(choice.spread).kinds))
         else:
-            most = math.ceil(math.ceil(self.task.rows / choice.microbatch) / len(replicas.kinds))
+            most = self.deal(choice, lane, counts).most
         return self._fullest(choice, lane, counts, most)
 
     def timed(self, choice: Choice) -> float:
@@ -210,6 +210,7 @@ class Estimates(Recomputed):
         return self._ranks(choice, lane, counts, self.deal(choice, lane, counts).most)
 
     def _ranks(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> list[Held]:
+        """What ranks hold: of those that are alike, also in what they compute again, the one with most under way."""
         plain, alike = self._plain(*timing(choice), most), dict[object, list[int]]()
         again = lane.recomputes(counts)
         alone = again and choice.chunks > 1  # what frees much may be what few are under way of

@@ -184,13 +184,11 @@ class Timed:
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for. Found once for all that differ in where their state lies."""
-        if self._alike(choice.spread):
-            together = evenly = False
-        else:
-            evenly = self._evenly(choice.spread, choice.exchange)
+        together = together and not self._have_as_many(choice.spread)  # else it decides nothing
+        evenly = self._evenly(choice.spread, choice.exchange)
         return self._timed(*timing(choice), lane, tuple(counts), together, evenly)
 
-    def _alike(self, spread: Spread) -> bool:
+    def _have_as_many(self, spread: Spread) -> bool:
         """Whether all replicas have as many microbatches in any case."""
         return len(self.replicas(spread).speeds) == 1 and not self.task.pins.get("shares")
 
