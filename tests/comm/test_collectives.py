@@ -27,6 +27,7 @@ def every_collective(world):
         **reduced,
         "broadcast": group.broadcast(mine.clone(), 1).tolist(),
         "objects": [(entry["rank"], len(entry["text"])) for entry in objects],
+        "conjugate": group.all_reduce(torch.tensor([1 + 2j]).conj()).tolist(),  # which torch has not computed yet
         "object": group.broadcast_object(["from", world.rank], 2),
         "long": [len(each) for each in group.all_gather_object("y" * 600 * world.rank)],
         "long object": len(group.broadcast_object("z" * 1000 if world.rank == 1 else None, 1)),
@@ -47,10 +48,11 @@ def test_every_collective_on_three_ranks():
             "product": [6, 48],
             "broadcast": [2, 4],
             "objects": [(0, 0), (1, 1), (2, 2)],
+            "conjugate": [3 - 6j],
             "object": ["from", 2],
             "long": [0, 600, 1200],
             "long object": 1000,
-            "calls": 4,
+            "calls": 5,
         }
 
 

@@ -10,9 +10,9 @@ def flat_of(tensor: Tensor) -> Tensor:
 
     The result is detached, so that leaves can be written.
     """
-    if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
-        return tensor  # most are flat already, and three calls of torch would slow down a small operation
-    return tensor.detach().contiguous().view(-1)
+    if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_conj():
+        return tensor  # most are flat already, and the calls of torch would slow down a small operation
+    return tensor.detach().resolve_conj().contiguous().view(-1)
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> Tensor:
