@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 
 from shoal import units
@@ -24,7 +24,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.held import Held
 from shoal.planner.no_degrees import no_degrees
-from shoal.planner.task import EXACT, Choice, Estimate, Found, Task
+from shoal.planner.task import Choice, Estimate, Found, Offload, Task
 from shoal.toml import plan_text
 
 BEST = 12
@@ -98,7 +98,7 @@ class Search(Choices):
         return self._ranked(first, products) < self._worst and self._ranked(first, self.least(first)) < self._worst
 
     def _price_tiers(self, first: Choice) -> None:
-        enough, slow = set[Tier](), set[Tier]()
+        enough, slow, hopes = set[Tier](), set[Tier](), cache(partial(self._hopes, first))
         for tier in self.tiers(first.spread):
             zero, shard, away, how = tier
             nearer = [(zero, shard, each, how) for each in self.nearer[away]] if away else []
@@ -110,10 +110,11 @@ class Search(Choices):
             choice = with_tier(first, tier)
             if away is None and self._is_full(choice):
                 continue
-            if self._is_slow(choice):
+            may_be, has_room = hopes(away) if away else (True, True)
+            if not may_be or self._is_slow(choice):
                 slow.add(tier)
                 continue
-            if away and not self._has_room(choice):
+            if not has_room:
                 continue
             begun = self.looked(choice)
             if (fits := self.fits(choice, begun.fullest)) and (away or self._at_ease(begun)):
@@ -183,16 +184,17 @@ class Search(Choices):
         ranks = () if math.isinf(self._worst) else (ranks[0] for ranks in self.lane(choice).cuts.alike)
         return any(self._stands(choice, rank).bytes > self.most(choice) for rank in ranks)
 
-    def _has_room(self, choice: Choice) -> bool:
-        """Whether there is room for a choice whose state is at home on the host, as far as can be told before it is
-        asked: of those that differ in how ranks share it, the one that all of them share needs least."""
+    def _hopes(self, first: Choice, away: Offload) -> tuple[bool, bool]:
+        """Whether of the choices like `first` with so much elsewhere one may be fast enough with what its device has
+        room for, and whether there is room on the host, as far as can be told before each is asked: of those that
+        differ in how ranks share it, the one that all of them share needs least, and so computes least again."""
         if math.isinf(self._worst) or {"zero", "shard"} & set(self.task.pins):
-            return True
-        least = choice._replace(zero=3 if choice.spread.replicas > 1 else 0, shard=None, exchange=EXACT)
+            return True, True
+        least = first._replace(zero=3 if first.spread.replicas > 1 else 0, offload=away)
         near = self._as_on_host(least)
-        if near != least and self.looked(near).fullest.bytes > self.most(near):
-            return False
-        return least == choice or self._fits_somehow(self.looked(least))
+        if self._is_slow(near) or self.looked(near).fullest.bytes > self.most(near):
+            return False, False
+        return True, self._fits_somehow(self.looked(least))
 
     def _fits_somehow(self, begun: Begun) -> bool:
         """Whether a choice fits, if need be with more of it on the device, where the host has not room for it."""
