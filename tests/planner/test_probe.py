@@ -170,6 +170,17 @@ def test_rows_grow_until_one_microbatch_takes_long(monkeypatch):
     assert [rows for rows, *_ in probe(subject, task).probed] == [1]
 
 
+@pytest.mark.parametrize(("seconds", "timed"), [((0.1, 0.14), [1, 4]), ((0.2,), [1]), ((0.05, 0.07, 0.4), [1, 4, 16])])
+def test_a_second_number_of_rows_is_timed(monkeypatch, seconds, timed):
+    """A GPT one row of which took longer than usual was predicted to take twice as long with eight as it does: what
+    comes once was counted with each."""
+    takes = dict(zip((1, 4, 16, 64), seconds, strict=False))
+    a_round = lambda _, rows: running.Timed(0.0, takes[rows], (0.0, 0.0))  # noqa: E731
+    monkeypatch.setattr(running._Timer, "_round", a_round)
+    ran = running.run(subject_of(Slow), (1, 4, 16, 64), 1, running.Alone())
+    assert [each.rows for each in ran] == timed
+
+
 def test_a_part_of_a_microbatch_that_is_given_is_run_too(monkeypatch):
     """Ranks that divide each row take as much Python as one that has it whole."""
     subject, task = asked(Slow, 8)  # of one row its norm refuses to be

@@ -23,7 +23,9 @@ from shoal.training.loss import sums_of
 log = logging.getLogger(__name__)
 
 ENOUGH, TIMES = 0.3, 4
-"""Seconds of a forward and backward after which no others are tried, and how many times as many rows are tried next."""
+"""Seconds of a forward and backward after which no others are tried, and how many times as many rows are tried next.
+After the first half as many: of one number of rows alone it is not known what comes once, whatever their number, and
+many of them would be taken for twice as long as they are."""
 ROUNDS, LONGEST = 6, 3.0
 """Microbatches of so many rows that are timed, by each way, and seconds after which no more are begun, but for the
 first of them: the one before, which warms up, may itself take so long."""
@@ -96,7 +98,8 @@ def run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Togeth
                     log.info("the model does not run with %d rows, so what these take is counted: %s", number, why)
                     break
                 found.append(_merged(number, every))
-                if found[-1].forward + found[-1].backward > ENOUGH / TIMES:
+                most = ENOUGH / TIMES if len(found) > 1 else ENOUGH / 2
+                if found[-1].forward + found[-1].backward > most:
                     break
     finally:
         torch.set_num_threads(before)
