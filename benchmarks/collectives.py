@@ -95,7 +95,7 @@ def run(ranks: int, operations: Sequence[str], sizes: Sequence[int], rounds: int
                 {name: OfCase(group, operation, num_bytes) for name, group in chosen.items()}, rounds, calls
             )
             notes = {name: CARRIERS[name].note for name in chosen}
-            case = {"operation": operation, "ranks": ranks, "bytes": num_bytes, "steps": calls}
+            case: dict[str, Any] = {"operation": operation, "ranks": ranks, "bytes": num_bytes, "steps": calls}
             results.append(harness.result_of(samples, PEER, notes, **case))
     return results
 

@@ -63,9 +63,16 @@ class Gathering(Context):
     """Each rank gathers all keys and values, and its queries see those that they may."""
 
     def _by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
     ) -> Tensor:
-        return self._gathered(query, key, value, is_causal, scale)
+        return self._gathered(query, key, value, None, is_causal, scale)
 
 
 def shoal(case: Case, precision: str, context: str = "ulysses", alone: bool = False, cp: int = RANKS) -> Step:

@@ -68,7 +68,7 @@ def thinned(found: Sequence[Estimate], number: int) -> list[Estimate]:
     """So many of `found` at even distances, and the first by prediction; all for 0."""
     best = min(range(len(found)), key=lambda place: found[place].seconds)
     if not number or number >= len(found):
-        places = range(len(found))
+        places = list(range(len(found)))
     else:
         places = sorted({best, *(round(place * (len(found) - 1) / (number - 1)) for place in range(number))})
     return [found[place] for place in places]
@@ -147,7 +147,7 @@ def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps:
     both, one pair after the other."""
 
     def predicted() -> Estimate:
-        search = Search(replace(asked(name, group)[0], recompute=(choice.recompute,)))
+        search = Search(replace(asked(name, group)[0], recompute=(str(choice.recompute),)))
         return search.simulated(search.estimate(choice))
 
     off, before = [], predicted()
@@ -252,7 +252,7 @@ def one_set(
 
 def _key(each: Estimate) -> Choice:
     """The plan, without what prices find of it."""
-    return replace(each.choice, stages=(), shares=())
+    return each.choice._replace(stages=(), shares=())
 
 
 def targets() -> list[Target]:

@@ -80,7 +80,8 @@ class Watched:
             load(source, wants)
             self.seconds += time.perf_counter() - began
 
-        Handover.__init__, Handover.load = watched_init, watched_load  # type: ignore[method-assign]
+        setattr(Handover, "__init__", watched_init)  # noqa: B010
+        setattr(Handover, "load", watched_load)  # noqa: B010
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,10 +100,11 @@ def rpc(sockets: bool) -> Step:
     """torch.distributed.rpc on TensorPipe, as it comes (on one host it takes shared memory), or held to sockets."""
     import torch.distributed.rpc as torch_rpc
 
+    held: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]} if sockets else {}
     options = torch_rpc.TensorPipeRpcBackendOptions(
         init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
         rpc_timeout=60.0,
-        **({"_transports": ["uv"], "_channels": ["basic"]} if sockets else {}),
+        **held,
     )
     torch_rpc.init_rpc(
         "server" if _is_server() else "client", rank=int(os.environ["RANK"]), world_size=2, rpc_backend_options=options

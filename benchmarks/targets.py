@@ -24,7 +24,7 @@ class Target:
         return figure >= self.bound if self.at_least else figure <= self.bound
 
 
-def judge(targets: Sequence[Target], figures: Mapping[str, float]) -> list[dict[str, Any]]:
+def judge(targets: Sequence[Target], figures: Mapping[str, float | None]) -> list[dict[str, Any]]:
     """For the record: each target with what was `measured` (None if this run did not) and whether that `reached` it."""
     judged = []
     for target in targets:

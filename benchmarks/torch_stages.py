@@ -15,6 +15,11 @@ from shoal.pipeline import Schedule
 class TorchStage(nn.Module):
     """Some blocks of a GPT, the first with the embeddings before them, the last with norm and head behind."""
 
+    token: nn.Module | None
+    position: nn.Module | None
+    norm: nn.Module | None
+    head: nn.Module | None
+
     def __init__(self, model: Any, blocks: range, first: bool, last: bool, clones: bool) -> None:
         super().__init__()
         self.clones = clones  # torch's halves of a backward detach results in place, which views refuse

@@ -154,8 +154,8 @@ def plain_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Ca
     model = GPT(config).to(device, torch.bfloat16)
     if compiled:
         compile_blocks(model, True)
-    weights = list(model.parameters())
-    masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    weights: list[torch.Tensor] = list(model.parameters())
+    masters: list[torch.Tensor] = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=3e-3, fused=True)
     data = stacked(config, batch, pinned=device != "cpu")
 

@@ -181,7 +181,8 @@ def budgets(config: GPTConfig, batch: int, device: str, shares: list[int], steps
     """The rows of the section, each as it is measured."""
     ours = partial(of_engine, config, batch, device, steps=steps)
     found = {}
-    for name, memory in {"no offload": None, "no budget": {}}.items():
+    whole_model: dict[str, dict[str, Any] | None] = {"no offload": None, "no budget": {}}
+    for name, memory in whole_model.items():
         found[name] = ours(memory=memory)
         yield {"contender": name, **found[name]}
     whole = max(row["peak"] for row in found.values())
@@ -212,20 +213,20 @@ def largest_model(preset: str, batch: int, device: str, free: Machine, most: int
     """The largest of the preset's family that `free` holds, and two steps of it."""
     table = {"name": "gpt", "preset": preset}
     memory: dict[str, Any] = {} if free.device is None else {"device": free.device}
-    plan, kind = Plan(memory=memory, recompute="full"), precision_named(SPLIT)
+    found = family(table, build(table).values)
+    assert found is not None
+    member_of, plan, kind = found.member, Plan(memory=memory, recompute="full"), precision_named(SPLIT)
 
     def left(size: int) -> int:
-        model = build(found.member(size))
+        model = build(member_of(size))
         sample = rows(model.values["vocab_size"], model.values["sequence"], 1)[0]
         recording = dry_run(Subject(model.factory, model.loss, sample, batch, kind, plan))
         return predict(recording, partial(torch.optim.AdamW, lr=LR), plan, kind, free, 1).free
 
-    found = family(table, build(table).values)
-    assert found is not None
     size = largest(left, most)
     if size == 0:
         raise ValueError(f"nothing of this family fits in {free}")
-    member = found.member(size)
+    member = member_of(size)
     model = build(member)
     began = time.perf_counter()
     running = engine(model.factory, batch, device, memory, SPLIT)

@@ -131,7 +131,10 @@ def times(arguments: argparse.Namespace, record: Record) -> None:
         teachers = [done[place - 1] for place in range(len(done))]
         table: list[dict[str, Any]] = []
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-            for line in pool.map(lambda *pair: row(*pair, folder / "cache", arguments.machine), done, teachers):
+            made = pool.map(
+                lambda case, teacher: row(case, teacher, folder / "cache", arguments.machine), done, teachers
+            )
+            for line in made:
                 table.append(line)
                 record.keep(table=table)
     show(table, arguments)

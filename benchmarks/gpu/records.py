@@ -86,8 +86,8 @@ class Record:
         """Adds sections, in place of earlier ones of their names; a table joins what an earlier one has of others."""
         for name, section in sections.items():
             before = self._content.get(name)
-            joins = isinstance(section, dict) and isinstance(before, dict)
-            self._content[name] = {**before, **section} if joins else section
+            joined = {**before, **section} if isinstance(section, dict) and isinstance(before, dict) else section
+            self._content[name] = joined
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh = self._path.with_suffix(".new")  # the script may be stopped while it writes

@@ -91,7 +91,8 @@ def serving(device: str, mebibytes: float, rows: int) -> Iterator[Far]:
     process.start()
     there.close()
     try:
-        yield Far(*here.recv(), token)
+        owner, plain, coded = here.recv()
+        yield Far(owner, plain, coded, token)
     finally:
         here.close()
         process.join(20)
