@@ -85,6 +85,8 @@ def test_the_record_has_every_sample_and_prints(
     assert record["results"][0]["contenders"]["own"]["share"] == 0.5
     assert record["versions"]["no-such-package"] == "not installed"
     assert {"date", "commit", "machine", "arguments"} < set(record)
+    quick = harness.write_record("question", {"quick": True}, [])
+    assert quick.parent.name == "quick" and harness.read_record("question") == record, "a quick run is no record"
 
     harness.print_table(record["results"][0])
     printed = capsys.readouterr().out
