@@ -128,6 +128,20 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     assert again is not None and again.forward == pytest.approx(kept.forward), "a second look changes nothing"
 
 
+def test_a_second_look_at_a_run_that_computes_blocks_again_changes_nothing(run_dir: Path, capsys: Any) -> None:
+    """What is computed again takes as long as is known of forward, so backward alone is what is left."""
+    path, spent = run_dir / "resolved.toml", {**SPENT, "backward": 1.5}
+    path.write_text(path.read_text().replace("dp = 1", 'dp = 1\nrecompute = "full"'))
+    append(run_dir, *(terms(step, spent) for step in (3, 4, 5, 6)))
+    found = []
+    for _ in range(2):
+        told, of = shown(run_dir, capsys)
+        assert "left as it was" not in told["learned"]
+        found.append(learned(CPU, torch.float32, 1, 1, [HOST]))
+    assert of["time of a step: compute: backward"]["ratio"] == pytest.approx(1.0)
+    assert found[1].backward == pytest.approx(found[0].backward) and found[1].forward == pytest.approx(found[0].forward)
+
+
 def test_what_is_not_plausible_is_left_as_it_was(run_dir: Path, capsys: Any) -> None:
     append(run_dir, *(terms(step, {**SPENT, "backward": 900.0, "other": 1200.0}) for step in (4, 5, 6)))
     told, _ = shown(run_dir, capsys)
