@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.planner import measure
 from shoal.planner.learned import learned
 from shoal.planner.search import search
 from shoal.planner.task import Found, Task
+from shoal.report.changes import ServerRecord
 from shoal.report.metrics import read_metrics
 
 SECONDS = (9.0, 2.0, 2.0, 7.0, 2.5, 2.0)
@@ -158,6 +160,13 @@ def test_runs_under_other_conditions_teach_nothing(more: dict[str, Any], why: st
     write(run_dir, HOST, **more)
     assert why in shown(run_dir, capsys)[0]["learned"]
     assert learned(CPU, torch.float32, 1, 1, [HOST]) is None
+
+
+def test_a_run_with_a_parameter_server_is_not_taken_for_one_of_its_workers_alone(run_dir: Path, capsys: Any) -> None:
+    append(run_dir, asdict(ServerRecord(step=6, policy="mean", clients=[], pushes=6, dropped=0, scaled=0, staleness={},
+                                        lags={})) | {"kind": "server"})  # fmt: skip
+    with pytest.raises(UserError, match="has a parameter server, and predictions are of ranks that train in step"):
+        shown(run_dir, capsys)
 
 
 def test_a_run_that_ended_while_plans_were_tried_says_what_was_measured(run_dir: Path, capsys: Any) -> None:
