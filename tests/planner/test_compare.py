@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.planner import measure
 from shoal.planner.learned import learned
 from shoal.planner.search import search
 from shoal.planner.task import Found, Task
+from shoal.report.changes import ServerRecord
 from shoal.report.metrics import read_metrics
 
 SECONDS = (9.0, 2.0, 2.0, 7.0, 2.5, 2.0)
@@ -128,6 +130,20 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     assert again is not None and again.forward == pytest.approx(kept.forward), "a second look changes nothing"
 
 
+def test_a_second_look_at_a_run_that_computes_blocks_again_changes_nothing(run_dir: Path, capsys: Any) -> None:
+    """What is computed again takes as long as is known of forward, so backward alone is what is left."""
+    path, spent = run_dir / "resolved.toml", {**SPENT, "backward": 1.5}
+    path.write_text(path.read_text().replace("dp = 1", 'dp = 1\nrecompute = "full"'))
+    append(run_dir, *(terms(step, spent) for step in (3, 4, 5, 6)))
+    found = []
+    for _ in range(2):
+        told, of = shown(run_dir, capsys)
+        assert "left as it was" not in told["learned"]
+        found.append(learned(CPU, torch.float32, 1, 1, [HOST]))
+    assert of["time of a step: compute: backward"]["ratio"] == pytest.approx(1.0)
+    assert found[1].backward == pytest.approx(found[0].backward) and found[1].forward == pytest.approx(found[0].forward)
+
+
 def test_what_is_not_plausible_is_left_as_it_was(run_dir: Path, capsys: Any) -> None:
     append(run_dir, *(terms(step, {**SPENT, "backward": 900.0, "other": 1200.0}) for step in (4, 5, 6)))
     told, _ = shown(run_dir, capsys)
@@ -144,6 +160,13 @@ def test_runs_under_other_conditions_teach_nothing(more: dict[str, Any], why: st
     write(run_dir, HOST, **more)
     assert why in shown(run_dir, capsys)[0]["learned"]
     assert learned(CPU, torch.float32, 1, 1, [HOST]) is None
+
+
+def test_a_run_with_a_parameter_server_is_not_taken_for_one_of_its_workers_alone(run_dir: Path, capsys: Any) -> None:
+    append(run_dir, asdict(ServerRecord(step=6, policy="mean", clients=[], pushes=6, dropped=0, scaled=0, staleness={},
+                                        lags={})) | {"kind": "server"})  # fmt: skip
+    with pytest.raises(UserError, match="has a parameter server, and predictions are of ranks that train in step"):
+        shown(run_dir, capsys)
 
 
 def test_a_run_that_ended_while_plans_were_tried_says_what_was_measured(run_dir: Path, capsys: Any) -> None:

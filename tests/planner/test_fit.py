@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -14,6 +15,7 @@ from shoal import Plan, UserError
 from shoal.models import build, causal_lm
 from shoal.planner import Machine, Prediction, Subject, dry_run, family, largest, others, predict, that_fit
 from shoal.planner.fit import STEP
+from shoal.planner.predict import lacking_most
 from shoal.precision import precision
 from shoal.units import enough, size
 from tests.parity.cases import text
@@ -71,6 +73,16 @@ def test_what_the_plan_gives_the_host_and_the_disk_is_lacking_where_it_is_too_li
         disk = predicted(Plan(memory=paged), machine)
         said = f"plan.memory.disk = 1.00 KiB is too little: take {enough(disk.need.total('disk'))} at least"
         assert disk.lacking(math.inf) == said
+
+
+def test_of_several_ranks_the_one_that_is_shortest_says_what_to_take():
+    """The first one that was short did: with what it said to take, a later stage was refused."""
+    one = predicted(Plan(memory={"device": "60KiB"}), Machine(64 * MIB))
+    (budget, *rest), more = one.fits, 4096
+    two = replace(one, fits=(replace(budget, needed=budget.needed + more), *rest))
+    said = f"plan.memory.device = 60.0 KiB is too little: take {enough(budget.needed + more)} at least"
+    assert lacking_most([one, two], math.inf) == lacking_most([two, one], math.inf) == said
+    assert lacking_most([predicted(Plan(), Machine(64 * MIB))], math.inf) == ""
 
 
 def test_activations_that_wait_on_the_host_are_of_what_the_plan_gives_it():

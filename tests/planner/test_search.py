@@ -29,7 +29,7 @@ from shoal.planner.explain import (
 from shoal.planner.pipes import Pace, cut, fill, longer_by, simulated
 from shoal.planner.profile import Cut
 from shoal.planner.search import Search, search
-from shoal.planner.task import Task
+from shoal.planner.task import Choice, Task
 from shoal.training.microbatches import largest_share
 from tests.planner.models import GIB, MIB, cluster, model, task
 
@@ -55,6 +55,18 @@ def test_the_best_of_all(memory: float, between: float) -> None:
     assert found.best[0].bytes <= asked.most
     assert all(each.choice.spread.size == 8 for each in found.best)
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
+
+
+def test_of_stages_that_share_cores_forward_and_backward_are_as_much_of_computing_as_before() -> None:
+    """Stages that end early leave their core to the one that works longest, whose forwards take less then, too."""
+    on = cluster(hosts=1, count=4, memory=8 * GIB)
+    crowded = replace(on.hosts[0].device, on_host=True, crowd=2.0)
+    of = Search(task(on=replace(on, hosts=(replace(on.hosts[0], device=crowded),))))
+    closed = of.estimate(Choice(Spread(stages=4), 8))
+    found = of.simulated(closed)
+    assert closed.forward + closed.backward == pytest.approx(closed.terms["compute"])
+    assert found.terms["compute"] < closed.terms["compute"]
+    assert found.forward + found.backward == pytest.approx(found.terms["compute"])
 
 
 def test_a_microbatch_that_is_given_is_dealt_whole() -> None:

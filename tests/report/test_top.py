@@ -115,6 +115,14 @@ def test_the_plan_is_that_of_this_attempt() -> None:
     assert "plan  dp = 2" in shown(view([*first, run_record(), step_record(3)]))
 
 
+def test_the_plan_of_an_attempt_that_goes_on_has_the_changes_by_step_before_it() -> None:
+    run = run_record()
+    at = [{"step": 1, "plan": {"tp": 2}}, {"step": 3, "plan": {"zero": 1}}]
+    run = replace(run, config={**run.config, "run.at": {"value": at, "origin": "file"}})
+    records = [run, step_record(1), run, step_record(2)]
+    assert "plan  tp = 2" in shown(view(records)), "made after step 1, before this attempt"
+
+
 def test_the_pace_leaves_out_the_pause_between_two_attempts() -> None:
     run = replace(run_record(), total=20)
     steps = [replace(step_record(n), time=BEGAN + n, seconds=1.0) for n in range(1, 11)]

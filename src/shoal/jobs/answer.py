@@ -28,6 +28,7 @@ from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.pins import check_traced
 from shoal.planner.policies import is_compiled
+from shoal.planner.predict import lacking_most
 from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
@@ -213,7 +214,7 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
         rows = estimate.choice.microbatch if task.microbatch is None else None
         own = under(settled, estimate.choice.plan(task.pins), rows)
         predictions = tuple(dry(own, task, estimate))
-        return (own, predictions), next(filter(None, (each.lacking(task.most) for each in predictions)), "")
+        return (own, predictions), lacking_most(predictions, task.most)
 
     got = confirm(task, found, look)
     own, predictions = got.looked

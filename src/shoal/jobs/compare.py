@@ -137,6 +137,11 @@ def _settled(run_dir: Path, records: RunRecords) -> tuple[Settled, RunRecords]:
     path = run_dir / "resolved.toml"
     if records.run is None or not path.is_file():
         raise UserError(f"{run_dir} has no record of a job: give the directory of a run of `shoal train`")
+    if records.servers or records.rounds:
+        what = "has a parameter server" if records.servers else "is of `shoal fed`"
+        raise UserError(
+            f"{run_dir}: the run {what}, and predictions are of ranks that train in step: compare another run"
+        )
     job, origins = load_job(path)
     if job.plan.size != records.run.world:
         raise UserError(

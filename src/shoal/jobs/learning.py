@@ -54,14 +54,14 @@ def learn_from(
     before = learned(device, dtype, ranks, on_host, sampled[-1].hosts) or Learned(
         1.0, 1.0, 1.0, 0.0, 0.0, (), (), "", 0.0
     )
-    computing, left = estimate.terms["compute"], list[str]()
+    left = list[str]()
 
-    def times(what: str, predicted: float, known: float) -> float:
-        """How many times longer `what` took than is counted of the measured rates."""
+    def times(what: str, predicted: float, known: float, beside: float = 0.0) -> float:
+        """How many times longer `what` took than is counted of the measured rates, without the seconds `beside`."""
         took = spent_on(sampled, what)
         if not predicted or not took:
             return known
-        if is_plausible(found := took / predicted * known):
+        if is_plausible(found := max(0.0, took - beside) / predicted * known):
             return found
         left.append(f"{what} took {found:.3g} times what was measured, not {LEAST:g} to {MOST:g} times")
         return known
@@ -72,9 +72,12 @@ def learn_from(
     other, most = spent_on(sampled, "other"), estimate.microbatches * estimate.choice.microbatch
     if other > seconds / 2:
         left.append(f"{other / seconds:.0%} of a step are in no term")
+    forward = times("forward", estimate.forward, before.forward)
+    # what backward computes again takes as many times longer as forward does
+    again = max(0.0, estimate.terms["compute"] - estimate.forward - estimate.backward) * forward / before.forward
     found = Learned(
-        times("forward", estimate.forward, before.forward),
-        times("backward", computing - estimate.forward, before.backward),
+        forward,
+        times("backward", estimate.backward, before.backward, again),
         before.update if on_host_only else times("optimizer", estimate.terms["optimizer"], before.update),
         before.other if other > seconds / 2 else max(0.0, other - estimate.terms["other"] + cluster.step),
         spent_on(sampled, "data") / min(most, settled.job.train.global_batch),

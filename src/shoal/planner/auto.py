@@ -30,7 +30,7 @@ from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
 from shoal.planner.pins import check_pins, check_traced
 from shoal.planner.positions import tokens_of
-from shoal.planner.predict import Machine, predict
+from shoal.planner.predict import Machine, lacking_most, predict
 from shoal.planner.prepare import Subject, Untraced
 from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import profile
@@ -151,11 +151,9 @@ def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Pl
     ranks = min(cluster.per_host, plan.size)
     machine = Machine(min(host.memory for host in cluster.hosts), None if on_host else cluster.memory, ranks)
     own = replace(subject, microbatch=estimate.choice.microbatch, plan=plan)
-    for recording in _recorded(own, sorted({0, min(1, last), last})):
-        needed = predict(recording, optimizer, plan, subject.precision, machine, estimate.microbatches)
-        if lacking := needed.lacking(task.most):
-            return lacking
-    return ""
+    recorded = _recorded(own, sorted({0, min(1, last), last}))
+    asked = optimizer, plan, subject.precision, machine, estimate.microbatches
+    return lacking_most((predict(each, *asked) for each in recorded), task.most)
 
 
 def _recorded(subject: Subject, places: Iterable[int]) -> list[Recording]:

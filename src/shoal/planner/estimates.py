@@ -4,7 +4,7 @@ stage, in the least time (see knapsack). What is chosen is timed by its schedule
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -153,12 +153,12 @@ class Estimates(Recomputed):
             shares=deal.shares,
         )
         again = tuple(by_policy(lane.policies, each) for each in counts)
-        each = (stages[place][0] - lane.works[place].sent_forward for place in range(slow, len(stages), ranks))
-        forward = number * math.fsum(each)
+        forward, backward = (number * each for each in _computed(lane, stages, slow))
         device, host, disk = fullest.device, fullest.host, fullest.disk
         return Estimate(
-            chosen, terms, device, host, disk, wire, number, again, stages, forward=forward, moving=last.moving
-        )
+            chosen, terms, device, host, disk, wire, number, again, stages,
+            forward=forward, backward=backward, moving=last.moving,
+        )  # fmt: skip
 
     def _last(self, begun: Begun, found: Beside) -> Beside:
         """What the rank of a pipeline that ends last does beside computing: the one that others wait for (`found`), or
@@ -251,6 +251,7 @@ class Estimates(Recomputed):
         """The estimate with the bytes that travel, and of a pipeline with the waiting that its schedule's own lists of
         actions have."""
         choice, terms, spread = estimate.choice, dict(estimate.terms), estimate.choice.spread
+        forward, backward, compute = estimate.forward, estimate.backward, terms["compute"]
         found, wire, ranks = self.lane(choice).cuts, dict(estimate.wire), spread.stages
         stages, rows = estimate.stages, self.mean(spread, choice.microbatch)
         slow, _ = slowest(stages, ranks)
@@ -267,7 +268,21 @@ class Estimates(Recomputed):
             terms["stages"] += meets
             if estimate.moving:
                 terms["offload"] = exposed(self.prices, estimate.moving, seconds + terms["copies"])
-        return replace(estimate, terms=terms, wire=wire, message=self.message(choice))
+            forward, backward = (each * terms["compute"] / compute for each in (forward, backward))
+        message = self.message(choice)
+        return replace(estimate, terms=terms, wire=wire, message=message, forward=forward, backward=backward)
+
+
+def _computed(lane: Lane, stages: Sequence[Pace], slow: int) -> tuple[float, float]:
+    """Seconds in which the rank `slow` of a pipeline computes forwards of a microbatch, and backwards but for what they
+    compute again and what halves of them take beside."""
+    forward = backward = 0.0
+    for place in range(slow, len(stages), lane.ranks):
+        work = lane.works[place]
+        own = stages[place].forward - work.sent_forward
+        forward += own
+        backward += own * work.backward / work.forward  # on a device as fast
+    return forward, backward
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float], times: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import product
@@ -112,6 +112,13 @@ class Prediction:
         allowed = budget(self.plan.memory, torch.device("cpu"))
         if allowed is not None and allowed.disk is not None and allowed.disk.size is not None:
             yield DISK, self.need.total("disk"), allowed.disk.size
+
+
+def lacking_most(predictions: Iterable[Prediction], most: float) -> str:
+    """What `lacking` says of the rank that is shortest of memory: what it is told to take does for the others, too. ""
+    where all fit."""
+    shortest = sorted(predictions, key=lambda each: each.free)
+    return next(filter(None, (each.lacking(most) for each in shortest)), "")
 
 
 @dataclass(frozen=True)

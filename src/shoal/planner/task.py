@@ -222,9 +222,9 @@ class Estimate:
     """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
     device, and `on_host` and `on_disk` of it at home there; `wire`: bytes that a rank sends in a step, by what its
     ranks divide; `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated
-    in each way, and `stages`: what a microbatch takes of it; `message`: seconds of one between two. `forward`:
-    the part of computing that forwards are; `moving`: seconds in which something travels to the host and back, hidden
-    or not."""
+    in each way, and `stages`: what a microbatch takes of it; `message`: seconds of one between two. `forward`,
+    `backward`: the parts of computing that forwards are, and backwards but for what they compute again and what halves
+    of them take beside; `moving`: seconds in which something travels to the host and back, hidden or not."""
 
     choice: Choice
     terms: Mapping[str, float]
@@ -237,6 +237,7 @@ class Estimate:
     stages: tuple[Pace, ...] = ()
     message: float = 0.0
     forward: float = 0.0
+    backward: float = 0.0
     moving: float = 0.0
 
     @property

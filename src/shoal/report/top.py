@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal import units
+from shoal.plan import Plan
 from shoal.toml import plan_text
 
 from .changes import ServerRecord
@@ -182,14 +183,23 @@ def _pace(records: RunRecords, total: int | None) -> Pace:
 
 
 def _plan(records: RunRecords) -> dict[str, Any]:
-    """Returns the fields of the plan that are not defaults: of its last change in this attempt, or of the job."""
+    """Returns the fields of the plan that are not defaults: of its last change in this attempt, or of the job at the
+    step where the attempt began."""
     assert records.run is not None
     begun = records.resumed[-1] if records.resumed else 0
     changed = [each for each in records.plans if each.step > begun]
     if changed:
         return changed[-1].plan
-    given = {key: entry for key, entry in records.run.config.items() if key.startswith("plan.")}
-    return {key.removeprefix("plan."): entry["value"] for key, entry in given.items() if entry["origin"] != "default"}
+    config = records.run.config
+    given = {key: entry for key, entry in config.items() if key.startswith("plan.") and entry["origin"] != "default"}
+    plan = {key.removeprefix("plan."): entry["value"] for key, entry in given.items()}
+    made = [each for each in config.get("run.at", {}).get("value", ()) if each["step"] <= begun]
+    if not made:
+        return plan
+    now = Plan.from_dict(plan)
+    for change in made:
+        now = now.changed(change["plan"], records.run.world)
+    return now.to_dict()
 
 
 def _ranks(ranks: Sequence[RankRow]) -> Table:
