@@ -37,12 +37,13 @@ HOLDERS = {dict, OrderedDict, set}  # of a module's parameters, buffers and hook
 @dataclass(frozen=True)
 class Blocks:
     """The repeated part of a model: its name, the number of blocks, and of one the elements of its parameters and the
-    bytes of its buffers."""
+    bytes of its buffers. `from_second`: the second block too is like those that follow."""
 
     name: str
     number: int
     parameters: int
     buffers: int
+    from_second: bool
 
 
 def alike_blocks(
@@ -64,7 +65,9 @@ def alike_blocks(
     if not outside or not all(_same_block(many[1], few[1], place, counts) for place in range(counts[0])):
         return None
     block = few[1][REPEATED]
-    return Blocks(name, counts[0], sum(p.numel() for p in block.parameters()), _buffer_bytes(block, precision))
+    second = _Comparison((SHALLOW, SHALLOW), (REPEATED, REPEATED - 1), set()).alike(block, few[1][REPEATED - 1])
+    elements = sum(p.numel() for p in block.parameters())
+    return Blocks(name, counts[0], elements, _buffer_bytes(block, precision), second)
 
 
 def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
