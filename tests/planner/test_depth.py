@@ -4,16 +4,19 @@ made."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shoal import Plan
 from shoal.models import build
 from shoal.optim.groups import decay_matrices_only
 from shoal.planner import (
     SHALLOW,
+    Blocks,
     KnownStages,
     Recording,
     Staged,
@@ -87,11 +90,13 @@ STAGES = [
     (Plan(pp=3, tp=2, dp=2, zero=1, recompute="full"), "fp32"),
     (Plan(pp=4, stages=[2, 7, 3, 6]), "fp32"),
     (Plan(pp=4, stages=[1, 7, 3, 7]), "fp32"),
+    (Plan(pp=10, stages=[1, *[2] * 8, 1]), "bf16"),
+    (Plan(pp=2, stages=[1, 17]), "fp32"),
 ]
 
 
-def known_stages(plan: Plan, kind: str, number: int = 18, **settings: Any) -> tuple[KnownStages, Any, Any]:
-    """A GPT of `number` blocks: what is to be known, dry runs by blocks and plan, the blocks of the plan's stages."""
+def deep_stages(plan: Plan, kind: str, number: int = 18, **settings: Any) -> tuple[Blocks, Any, Any]:
+    """A GPT of `number` blocks: these, dry runs by blocks and plan, the blocks of the plan's stages."""
     numbers, groups = precision(kind), decay_matrices_only(0.1)
 
     def run(blocks: int, plan: Plan) -> Staged:
@@ -102,21 +107,23 @@ def known_stages(plan: Plan, kind: str, number: int = 18, **settings: Any) -> tu
     small, large = (build({**GPT, **settings, "layers": blocks}).factory for blocks in (SHALLOW, number))
     many, blocks = blocks_by_stage(small, number, plan), alike_blocks(small, large, numbers)
     assert many is not None and blocks is not None and sum(many) == number
-    return KnownStages(blocks), run, many
+    return blocks, run, many
 
 
 @pytest.mark.parametrize(("plan", "kind"), STAGES, ids=str)
 def test_the_stages_of_a_deep_model_from_those_of_a_shallow_one(plan, kind):
-    """18 blocks from at most 12. A first stage of one block leaves open whether the second block is like the third."""
-    known, run, many = known_stages(plan, kind)
+    """18 blocks from at most 12."""
+    blocks, run, many = deep_stages(plan, kind)
+    known = KnownStages(blocks)
     few = known.lacking(many)
     assert sum(few) <= 12 and (plan.stages is None or list(many) == plan.stages)
-    known.add(run(sum(few), replace(plan, pp=len(few), schedule="1f1b", stages=list(few))), few)
-    assert not known.lacking(many)
-    if many[0] == 1:
-        assert known.of(many) is None
-    else:
-        assert equal_stages(known.of(many), run(18, plan))
+    shallow = run(sum(few), replace(plan, pp=len(few), schedule="1f1b", stages=list(few)))
+    known.add(shallow, few)
+    assert not known.lacking(many) and sum(few) > SHALLOW
+    assert equal_stages(known.of(many), run(18, plan))
+    unsure = KnownStages(replace(blocks, from_second=False))
+    unsure.add(shallow, few)
+    assert (unsure.of(many) is None) == (many[0] == 1), "it begins its second stage with the second block"
 
 
 FEWER = [
@@ -128,15 +135,28 @@ FEWER = [
 
 @pytest.mark.parametrize(("plan", "kind", "few"), FEWER, ids=str)
 def test_the_stages_of_a_model_from_those_of_a_deeper_one(plan, kind, few):
-    known, run, many = known_stages(plan, kind, 14, dropout=0.1)
+    blocks, run, many = deep_stages(plan, kind, 14, dropout=0.1)
+    known = KnownStages(blocks)
     known.add(run(14, plan), many)
     assert not known.lacking(few)
     assert equal_stages(known.of(few), run(sum(few), replace(plan, pp=len(few), stages=list(few))))
 
 
+@pytest.mark.parametrize("unlike", [None, 1], ids=str)
+def test_a_first_stage_of_one_block_asks_for_a_second_block_like_those_that_follow(unlike):
+    def model(number: int) -> nn.Module:
+        blocks = [nn.Linear(4, 4, bias=place != unlike) for place in range(number)]
+        return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+
+    blocks = alike_blocks(partial(model, SHALLOW), partial(model, 9), precision("fp32"))
+    assert blocks is not None and blocks.from_second == (unlike is None)
+
+
 def test_which_stages_are_still_to_be_run():
-    known, run, many = known_stages(Plan(pp=2), "fp32", 10)
+    blocks, run, many = deep_stages(Plan(pp=2), "fp32", 10)
+    known = KnownStages(blocks)
     assert known.lacking((9, 7, 3, 1, 5)) == (4, 1, 4, 4), "one of four says what three do"
+    assert known.lacking((1, 2, 2, 2, 1)) == (1, 2, 2, 1) and known.lacking((1, 9)) == (1, 4)
     known.add(run(10, Plan(pp=2)), many)
     assert known.lacking((9, 2)) == () and known.lacking((2, 1)) == (4, 1) and known.lacking((5, 3, 3)) == (2, 3, 1)
 

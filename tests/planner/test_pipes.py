@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline import kept
+from shoal.pipeline import kept, make_schedule
 from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
-from shoal.planner.pipes import Crowd, Pace, parted, schedule_named, simulated, slowest, under_way, waiting
+from shoal.planner.pipes import Crowd, Pace, parted, simulated, slowest, under_way, waiting
 from shoal.planner.search import Search
 from tests.planner.models import cluster, task
 
@@ -83,7 +83,7 @@ def test_each_half_of_a_backward_computes_again():
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 12])
 @pytest.mark.parametrize("name", ["1f1b", "zb1p"])
 def test_formulas_say_what_lists_of_actions_do(ranks, microbatches, name):
-    orders = schedule_named(name, ranks, microbatches, 1).orders
+    orders = make_schedule(name, ranks, microbatches, 1).orders
     most = [(max(sum(now.values()) for now in kept(order)),) for order in orders]
     assert under_way(name, ranks, microbatches, 1) == tuple(most)
     halves = [sum(each.kind == "I" for each in order) / microbatches for order in orders]
@@ -98,7 +98,7 @@ def test_of_many_microbatches_as_many_are_under_way_as_by_the_whole_schedule(nam
     that was counted."""
     for ranks, groups, more in product((2, 3, 4), (1, 3, 8), (0, 1)):
         number = ranks * groups + more
-        orders = schedule_named(name, ranks, number, chunks).orders
+        orders = make_schedule(name, ranks, number, chunks).orders
         most = [max(sum(now.values()) for now in kept(order)) for order in orders]
         assert [sum(each) for each in under_way(name, ranks, number, chunks)] == most
 

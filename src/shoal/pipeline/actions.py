@@ -17,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from shoal.errors import UserError
 
 Kind = Literal["F", "B", "I", "W", "R", "U"]
+Waits = tuple[tuple[int, bool], ...]
+"""The actions that one needs: the place of each among those of all ranks, one rank after the other, and whether it runs
+on another rank."""
 GIVES_GRADIENTS = ("B", "W")
 """The actions that compute gradients of weights: each stage has one a microbatch."""
 
@@ -115,6 +119,18 @@ class Schedule:
         """Returns the action that computes the gradient of a stage's input."""
         half = Action("I", stage, microbatch)
         return half if half in self._actions[self.rank_of(stage)] else Action("B", stage, microbatch)
+
+    @cached_property
+    def waits(self) -> tuple[tuple[Waits, ...], ...]:
+        """What each action of each rank needs. Found once, since a schedule is timed with many costs."""
+        number = {action: at for at, action in enumerate(chain.from_iterable(self.orders))}
+        return tuple(
+            tuple(
+                tuple((number[need], self.rank_of(need.stage) != rank) for need in self.needs(action))
+                for action in order
+            )
+            for rank, order in enumerate(self.orders)
+        )
 
     @cached_property
     def _actions(self) -> list[frozenset[Action]]:

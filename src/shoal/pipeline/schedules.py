@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 from shoal.errors import UserError, check_choice
@@ -29,10 +30,11 @@ from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
 from shoal.pipeline.simulate import Costs, simulate
 
 
+@lru_cache(maxsize=1024)
 def make_schedule(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None
 ) -> Schedule:
-    """Makes the schedule called `name`.
+    """Makes the schedule called `name`, once: the planner asks many times for one of hundreds of ranks.
 
     ranks, microbatches: of the pipeline, at least 1 each
     chunks: stages per rank, by default 2 of interleaved and zbv, else 1

@@ -3,10 +3,11 @@ arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from shoal.pipeline.actions import Action, Kind, Schedule
+from shoal.pipeline.actions import Action, Kind, Schedule, Waits
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,33 @@ class Simulated:
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulated:
     """Returns the timeline of a schedule that `check` has passed."""
-    ends: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.orders]
-    places, free = [0] * schedule.ranks, [0.0] * schedule.ranks
-    left = sum(map(len, schedule.orders))
+    firsts = [0, *accumulate(map(len, schedule.orders))]
+    left, free = firsts[-1], [0.0] * schedule.ranks
+    ends: list[float | None] = [None] * left
     while left:
-        for rank, order in enumerate(schedule.orders):
-            while places[rank] < len(order):
-                action = order[places[rank]]
-                needs = schedule.needs(action)
-                if any(need not in ends for need in needs):
+        for rank, (order, waits, own) in enumerate(zip(schedule.orders, schedule.waits, spans, strict=True)):
+            while len(own) < len(order):
+                start = _start(free[rank], waits[len(own)], ends, costs.message)
+                if start is None:
                     break
-                arrived = [
-                    ends[need] + (costs.message if schedule.rank_of(need.stage) != rank else 0.0) for need in needs
-                ]
-                start = max([free[rank], *arrived])
-                ends[action] = free[rank] = start + costs.of(action)
-                spans[rank].append((action, start, free[rank]))
-                places[rank] += 1
+                action = order[len(own)]
+                ends[firsts[rank] + len(own)] = free[rank] = start + costs.of(action)
+                own.append((action, start, free[rank]))
                 left -= 1
-    seconds = max(ends.values(), default=0.0)
+    seconds = max(free, default=0.0)
     busy = sum(stop - start for rank in spans for _, start, stop in rank)
     bubble = 1 - busy / (schedule.ranks * seconds) if seconds else 0.0
     return Simulated(tuple(tuple(rank) for rank in spans), seconds, bubble)
+
+
+def _start(free: float, waits: Waits, ends: Sequence[float | None], message: float) -> float | None:
+    """When an action starts on a rank that is `free` from then on; None where something that it needs has no end
+    yet."""
+    for need, is_apart in waits:
+        end = ends[need]
+        if end is None:
+            return None
+        arrived = end + message if is_apart else end
+        free = arrived if arrived > free else free
+    return free

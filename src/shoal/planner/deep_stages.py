@@ -7,6 +7,7 @@ blocks says what any with more or fewer of them does, but for a single one.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -69,12 +70,15 @@ class KnownStages:
         if SHALLOW in between:
             between &= {1, SHALLOW}
         others = (*sorted(between), last or 1)
+        if first == 1:  # of which no longer one can be made
+            more = math.ceil(max(0, SHALLOW - sum(others)) / others[0])
+            return (first, *others[:1] * more, *others)
         return (first or REPEATED if sum(others) > REPEATED else SHALLOW, *others)
 
     def of(self, numbers: Sequence[int]) -> Staged | None:
         """The stages of a model with so many blocks in each; None if those in the middle of one that has been run
         differ in what they do. `sent` and `layers` stay those of the first run."""
-        if self._run is None or numbers[0] < REPEATED:  # the second block may be another than all that follow
+        if self._run is None or (numbers[0] < REPEATED and not self._blocks.from_second):
             return None
         more = sum(numbers) - self._number
         parameters = more_parameters(self._run.parameters, more, self._shifted, self._number)

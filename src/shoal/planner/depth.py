@@ -37,12 +37,13 @@ HOLDERS = {dict, OrderedDict, set}  # of a module's parameters, buffers and hook
 @dataclass(frozen=True)
 class Blocks:
     """The repeated part of a model: its name, the number of blocks, and of one the elements of its parameters and the
-    bytes of its buffers."""
+    bytes of its buffers. `from_second`: the second block too is like those that follow."""
 
     name: str
     number: int
     parameters: int
     buffers: int
+    from_second: bool
 
 
 def alike_blocks(
@@ -54,17 +55,17 @@ def alike_blocks(
     few, many = _block_list(small), _block_list(large)
     if few is None or many is None or few[0] != many[0] or len(few[1]) != SHALLOW or len(many[1]) <= SHALLOW:
         return None
-    name, more = few[0], len(many[1]) - SHALLOW
-    names = (shallow_name for shallow_name, _ in small.named_parameters())
-    if [each for each, _ in large.named_parameters()] != list(_more_names(names, name, more)):  # tied in other ways
+    name, more, counts = few[0], len(many[1]) - SHALLOW, (len(many[1]), SHALLOW)
+    names = _more_names(dict(small.named_parameters()), name, more)
+    if [each for each, _ in large.named_parameters()] != list(names):  # tied in other ways
         return None
-    counts = len(many[1]), SHALLOW
-    kept = {id(few[1]), id(many[1])}
-    outside = _Comparison(counts, (), kept).alike(large, small)
+    outside = _Comparison(counts, (), {id(few[1]), id(many[1])}).alike(large, small)
     if not outside or not all(_same_block(many[1], few[1], place, counts) for place in range(counts[0])):
         return None
-    block = few[1][REPEATED]
-    return Blocks(name, counts[0], sum(p.numel() for p in block.parameters()), _buffer_bytes(block, precision))
+    second, block = few[1][REPEATED - 1 : REPEATED + 1]
+    from_second = _Comparison((SHALLOW, SHALLOW), (REPEATED, REPEATED - 1), set()).alike(block, second)
+    elements = sum(p.numel() for p in block.parameters())
+    return Blocks(name, counts[0], elements, _buffer_bytes(block, precision), from_second)
 
 
 def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
@@ -252,8 +253,7 @@ def _buffer_bytes(block: nn.Module, precision: Precision) -> int:
 
 
 def _same_block(many: nn.ModuleList, few: nn.ModuleList, place: int, counts: tuple[int, int]) -> bool:
-    more = counts[0] - SHALLOW
-    other = place if place < REPEATED else REPEATED if place < counts[0] - 1 else place - more
+    other = place if place < REPEATED else REPEATED if place < counts[0] - 1 else place - counts[0] + SHALLOW
     return _Comparison(counts, (place, other), set()).alike(many[place], few[other])
 
 

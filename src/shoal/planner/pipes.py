@@ -93,12 +93,6 @@ def _filled(before: Sequence[float], stages: int, speeds: Sequence[float], bound
 
 
 @lru_cache(maxsize=4096)
-def schedule_named(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule, made once."""
-    return make_schedule(name, ranks, microbatches, chunks)
-
-
-@lru_cache(maxsize=4096)
 def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """For each rank the most microbatches of each of its stages that wait for their backward together. Of many
     microbatches a few are enough, with as many left over in the last group of as many as there are ranks: the schedule
@@ -109,7 +103,7 @@ def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tu
     if name == "zb1p" and chunks == 1:
         return ((min(microbatches, ranks),),) * ranks
     few = min(microbatches, 3 * ranks + microbatches % ranks)
-    schedule = schedule_named(name, ranks, few, chunks)
+    schedule = make_schedule(name, ranks, few, chunks)
     found = []
     for rank, order in enumerate(schedule.orders):
         own = schedule.stages_of(rank)
@@ -128,7 +122,7 @@ def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float
     if name == "zb1p" and chunks == 1:  # all of them: each W is that of an earlier microbatch
         return (0.0, *(1.0,) * (ranks - 1))
     few = min(microbatches, 4 * ranks)
-    schedule = schedule_named(name, ranks, few, chunks)
+    schedule = make_schedule(name, ranks, few, chunks)
     halves = Counter(each.stage for order in schedule.orders for each in order if each.kind == "I")
     return tuple(halves[stage] / few if stage else 0.0 for stage in range(schedule.stages))  # nobody waits for stage 0
 
@@ -185,7 +179,7 @@ def _simulated(
     costs = costs_of(stages, message)
 
     def run(number: int) -> float:
-        schedule = schedule_named(name, ranks, number, chunks)
+        schedule = make_schedule(name, ranks, number, chunks)
         return simulate(schedule, costs).seconds if crowd.share == 1.0 else _crowded(schedule, costs, crowd)
 
     if microbatches <= more:

@@ -161,9 +161,21 @@ def trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
             stack.callback(each.register_forward_hook(leave, with_kwargs=True).remove)
         stack.enter_context(torch.inference_mode())
         stack.enter_context(mode)
+        stack.enter_context(_cached(mode))
         stack.enter_context(_Log(found, running))
         module(*args, **kwargs)
     return found
+
+
+@contextmanager
+def _cached(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, what an operation gives for tensors that look the same is found once: blocks repeat it. A mode that
+    `module.build` has made does not do so by itself."""
+    before, mode.cache_enabled = mode.cache_enabled, True
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
 
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
