@@ -13,6 +13,7 @@ import pytest
 from shoal.cli.answer import money, shown
 from shoal.errors import UserError
 from shoal.plan import Plan
+from shoal.planner import exchanges
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread
 from shoal.planner.explain import (
@@ -422,6 +423,19 @@ def test_what_is_simulated_is_what_the_formula_says() -> None:
         assert longer_by(stages, 16) == pytest.approx(waits), "it was 2.5 of each"
     few, many = (simulated("1f1b", 4, number, 1, [Pace(1.0, 2.0)] * 4, 0.0) for number in (64, 8192))
     assert many - few == pytest.approx(3.0 * (8192 - 64))  # the longer one is extrapolated
+
+
+@pytest.mark.parametrize(("elements", "rows", "share"), [(1e4, 1, 1.0), (1e4, 4, 1.0), (1e8, 1, 0.05)])
+def test_the_last_of_few_chunks_is_exchanged_when_backward_has_ended(elements: float, rows: int, share: float) -> None:
+    """A small model's gradients are one chunk, which nothing hides; of many chunks the last one is a small share."""
+    asked = task(
+        model(elements=elements), replace(cluster(hosts=1, count=4, inside=5e11), contention=0.0), rows=4 * rows
+    )
+    search_of = Search(asked)
+    seconds = search_of.estimate(Choice(Spread(copies=4), rows)).terms["copies"]
+    trained, link = 8 * elements, asked.cluster.link(1, 4)
+    whole = link.seconds("all_reduce", 4 * trained, 4, exchanges.chunks(4 * trained, link, 4))
+    assert seconds == pytest.approx(share * whole, rel=0.02)
 
 
 def test_an_explanation_holds_when_it_is_tried() -> None:

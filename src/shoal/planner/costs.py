@@ -22,7 +22,7 @@ from shoal.planner.task import Task
 COMPILING = 30.0
 """Seconds until a compiled block of a kind is compiled, there and back. Assumed."""
 REDUCED_AT_ONCE = 0.05
-"""The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
+"""The share of an exchange that comes after the last backward, whatever overlaps: the last chunk, of many."""
 
 Pairs = tuple[tuple[str, float], ...]
 """Seconds, or bytes, by what ranks divide."""

@@ -67,7 +67,8 @@ def exchanged(
         paused = inner.seconds("all_gather", 0, together, _asked(prices, choice, gathers, number))
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes or sends.beside else window[0])
-    last = 0.0 if sends.beside else REDUCED_AT_ONCE
+    of_matrices = max(1, sum(calls) - 1)
+    last = 0.0 if sends.beside else max(REDUCED_AT_ONCE, 1 / (again * of_matrices))
     early = total * (1 - last) + gathered + (0.0 if device.on_host else coding)
     waits = cluster.contention * min(early, hidden)
     waits += total * last + gathered * GATHERED_FIRST + paused + (coding if device.on_host else 0.0)
