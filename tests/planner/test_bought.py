@@ -19,7 +19,7 @@ from shoal.planner.estimates import Estimates
 from shoal.planner.explain import explain, fits
 from shoal.planner.profile import Cut, Message, Profile
 from shoal.planner.search import Search
-from shoal.planner.task import Choice, Found, Probed, Task
+from shoal.planner.task import Choice, Found, Offload, Probed, Task
 from tests.planner.models import GIB, MIB, cluster, model, task
 
 EXAMPLES = 8
@@ -136,7 +136,7 @@ def test_degrees_that_are_known_change_no_answer(asked: Task, known: int) -> Non
         assert some.best == whole.best and some.spreads == whole.spreads and some.bounded >= whole.bounded
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(deadline=None, max_examples=4 * EXAMPLES)  # of few none has its best plan on the host
 @given(tasks())
 def test_what_is_left_out_changes_no_answer(asked: Task) -> None:
     class Whole(Search):
@@ -151,8 +151,8 @@ def test_what_is_left_out_changes_no_answer(asked: Task) -> None:
         def _is_full(self, choice: Choice) -> bool:
             return False
 
-        def _has_room(self, choice: Choice) -> bool:
-            return True
+        def _hopes(self, first: Choice, away: Offload) -> tuple[bool, bool]:
+            return True, True
 
     assert Search(asked).run().best == Whole(asked).run().best
 
