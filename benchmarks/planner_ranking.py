@@ -147,7 +147,7 @@ def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps:
     both, one pair after the other."""
 
     def predicted() -> Estimate:
-        search = Search(replace(asked(name, group)[0], recompute=(str(choice.recompute),)))
+        search = Search(replace(asked(name, group, fresh=True)[0], recompute=(str(choice.recompute),)))
         return search.simulated(search.estimate(choice))
 
     off, before = [], predicted()

@@ -1,15 +1,17 @@
 """What collectives reach: by operation, over the kinds of groups that plans make of a world's ranks, all of which are
-busy at once; and what computing loses while they go on beside it. Three seconds or so, once for a machine.
+busy at once; and what computing loses while they go on beside it. Some seconds, once for a machine.
 
-On a CPU a short call is timed as steps make it: ranks come to it from computing, one after the other, above all where
-there are more of them than cores. Among ranks that do nothing else it takes a fraction of that."""
+On a CPU a call is timed as steps make it: ranks come to it from computing, one after the other, above all where there
+are more of them than cores, with tensors that caches do not have, and compute again with what is there no more. Among
+ranks that do nothing else it takes a fraction of that."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,18 +22,23 @@ from shoal.comm.collectives import Group
 from shoal.comm.world import World
 from shoal.device import is_accelerator, kind_of, synchronize
 
-SIZES = (2**12, 2**16, 2**20)
+SIZES = (2**12, 2**16, 2**20, 2**22)
 """Bytes of the tensors that are timed, in this order."""
-ENOUGH, REPEATS = 0.03, 5
+ENOUGH, REPEATS = 0.04, 15
 """Seconds, and number, of calls of one kind after which no more are timed. After a call of so many seconds no larger
 tensor is tried."""
 WIDTH = 256
 """Rows and columns of the products beside which ranks communicate."""
-BESIDE = 0.05
-"""Seconds of products beside which ranks communicate for half as long, about."""
-BETWEEN, TURNS, PAIRS = 3e-3, 8, 5
-"""Seconds of products between short calls, about, the number of calls, and how often these are timed with and without
-them, in turn: ranks that share cores take a tenth longer or shorter from one time to the next."""
+BESIDE, PIECE, PIECES = 0.05, 2**20, 16
+"""Seconds of products beside which ranks communicate for half as long, about; the bytes of each tensor that they reduce
+there, and how many of them take turns, so that caches do not have them, as they have no gradients of a step."""
+BETWEEN, TURNS, PAIRS = 3e-3, 6, 5
+"""Seconds of products between calls, about, the number of calls, and how often these are timed with and without them,
+in turn: ranks that share cores take a tenth longer or shorter from one time to the next."""
+
+
+Call = Callable[[Tensor], object]
+"""A collective of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +117,13 @@ def measure_reaches(world: World) -> Reaches:
         group = world.group(f"measure{serial}-{name}", ranks) if len(ranks) < world.size else everyone
         for operation, call in _calls(group).items():
             rows = _rows(everyone, world.device, call)
-            found[across].append(_reach(operation, group.size, *rows, between(call, rows[0][1])))
+            found[across].append(_reach(operation, group.size, *(between(call, *row) for row in rows)))
         if group is not everyone:
             everyone.barrier()  # nobody is in it any more
             group.close()
     carrier = everyone.transports[kind_of(world.device)].carrier
-    contention = _contention(world)
     inside, across_hosts = tuple(found[False]), tuple(found[True])
+    contention = _contention(world, [*inside, *across_hosts])
     took, at = everyone.broadcast_object([time.perf_counter() - began, time.time()])
     return Reaches(carrier, hosts, world.size, own, inside, across_hosts, contention, took, at)
 
@@ -135,7 +142,7 @@ def _groups(world: World, own: int) -> list[tuple[str, list[int], bool]]:
     return found
 
 
-def _calls(group: Group) -> dict[str, Callable[[Tensor], object]]:
+def _calls(group: Group) -> dict[str, Call]:
     """Each operation on a tensor, which is cut into as many parts as there are ranks."""
     size, rank = group.size, group.rank
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -173,13 +180,13 @@ def _calls(group: Group) -> dict[str, Callable[[Tensor], object]]:
 
 
 def _rows(
-    everyone: Group, device: torch.device, call: Callable[[Tensor], object]
+    everyone: Group, device: torch.device, call: Call
 ) -> tuple[tuple[int, float], tuple[int, float]]:
     """Bytes and seconds of a call with the smallest and the largest tensor, on the slowest rank: all make it at
     once."""
     rows: list[tuple[int, float]] = []
     for nbytes in SIZES:
-        tensor = torch.zeros(nbytes // 4, device=device)
+        tensor = torch.ones(nbytes // 4, device=device)  # pages of zeros are one page until they are written
         taken = [_timed(everyone, device, call, tensor) for _ in range(2)][1:]  # the first one opens what it needs
         while len(taken) < REPEATS and _slowest(everyone, sum(taken)) < ENOUGH:
             taken.append(_timed(everyone, device, call, tensor))
@@ -189,39 +196,43 @@ def _rows(
     return rows[0], rows[-1]
 
 
-def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int, float], later: float) -> Reach:
-    """The line through two rows; where they are one, what that one says. `later`: seconds by which a call in a step
-    takes longer."""
+def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int, float]) -> Reach:
+    """The line through two rows; where they are one, what that one says."""
     more = long[1] - short[1]
     rate = (long[0] - short[0]) / more if more > 0.01 * long[1] else long[0] / long[1]
-    return Reach(operation, ranks, max(short[1] - short[0] / rate, 0.05 * short[1]) + later, rate)
+    return Reach(operation, ranks, max(short[1] - short[0] / rate, 0.05 * short[1]), rate)
 
 
-def _between(everyone: Group, device: torch.device) -> Callable[[Callable[[Tensor], object], float], float]:
-    """Returns what measures by how many seconds a call with the smallest tensor takes longer, on the slowest rank, if
-    all ranks compute between calls, given its seconds where they do not; 0 on an accelerator, whose calls queue."""
+def _between(everyone: Group, device: torch.device) -> Callable[[Call, int, float], tuple[int, float]]:
+    """Returns what measures a call as steps make it, given its bytes and its seconds where ranks do nothing else: by
+    how many seconds all are done later, on the slowest rank, if they make it between computing; as it is on an
+    accelerator, whose calls queue."""
     if everyone.size == 1 or is_accelerator(device):
-        return lambda call, alone: 0.0
-    compute, tensor = _computing(device), torch.zeros(SIZES[0] // 4)
+        return lambda call, nbytes, alone: (nbytes, alone)
+    compute = _computing(device)
 
-    def turns(products: int, call: Callable[[Tensor], object] | None = None) -> float:
+    def turns(products: int, call: Call | None = None, tensors: Sequence[Tensor] = ()) -> float:
         everyone.barrier()
         began = time.perf_counter()
-        for _ in range(TURNS):
+        for turn in range(TURNS):
             compute(products)
             if call is not None:
-                call(tensor)
+                call(tensors[turn])
         everyone.barrier()
         return _slowest(everyone, time.perf_counter() - began)
 
     turns(1)
     products = max(1, round(BETWEEN * TURNS / turns(1)))
 
-    def later(call: Callable[[Tensor], object], alone: float) -> float:
-        more = statistics.median(turns(products, call) - turns(products) for _ in range(PAIRS))
-        return max(0.0, more / TURNS - alone)
+    def timed(call: Call, nbytes: int, alone: float) -> tuple[int, float]:
+        if alone > ENOUGH:  # beside which waiting for a core is short
+            return nbytes, alone
+        tensors = torch.ones(TURNS * nbytes // 4).split(nbytes // 4)
+        turns(1, call, tensors)
+        more = statistics.median(turns(products, call, tensors) - turns(products) for _ in range(PAIRS))
+        return nbytes, max(alone, more / TURNS)
 
-    return later
+    return timed
 
 
 def _computing(device: torch.device) -> Callable[[int], None]:
@@ -235,7 +246,7 @@ def _computing(device: torch.device) -> Callable[[int], None]:
     return compute
 
 
-def _timed(everyone: Group, device: torch.device, call: Callable[[Tensor], object], tensor: Tensor) -> float:
+def _timed(everyone: Group, device: torch.device, call: Call, tensor: Tensor) -> float:
     everyone.barrier()
     began = time.perf_counter()
     call(tensor)
@@ -247,18 +258,20 @@ def _slowest(group: Group, seconds: float) -> float:
     return float(group.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max", purpose="measure"))
 
 
-def _contention(world: World) -> float:
-    """What computing loses to each second of all-reduces that a lane makes beside it, 0 to 1: by how much later all
-    ranks are done than without them."""
+def _contention(world: World, found: Sequence[Reach]) -> float:
+    """What computing loses to each second of all-reduces that a lane makes beside it, by how much later all ranks are
+    done than without them; `found`: what these take alone. Above 1 where ranks share cores, which wake one more thread,
+    and where what they compute with leaves the caches."""
     group, device = world.everyone, world.device
     if group.size == 1:
         return 0.0
-    lane, tensor, compute = world.lane(), torch.zeros(SIZES[-1] // 4, device=device), _computing(device)
+    lane, compute = world.lane(), _computing(device)
+    pieces = itertools.cycle(torch.ones(PIECES * PIECE // 4, device=device).split(PIECE // 4))
 
     def turn(products: int, calls: int) -> float:
         def reduces() -> None:
             for _ in range(calls):
-                group.all_reduce(tensor, purpose="measure")
+                group.all_reduce(next(pieces), purpose="measure")
 
         group.barrier()
         began = time.perf_counter()
@@ -270,9 +283,9 @@ def _contention(world: World) -> float:
         return _slowest(group, time.perf_counter() - began)
 
     turn(2, 1)
-    each = statistics.median(turn(0, 1) for _ in range(PAIRS))
-    calls = max(1, int(BESIDE / 2 / each))
-    products = max(8, int(max(BESIDE, 2 * calls * each) / max(turn(8, 0) / 8, 1e-6)))
+    each = next(of.seconds(PIECE) for of in found if (of.operation, of.ranks) == ("all_reduce", group.size))
+    calls = max(1, int(BESIDE / 2 / max(turn(0, 1), each)))
+    products = max(8, int(BESIDE / max(turn(8, 0) / 8, 1e-6)))
     lost = statistics.median(turn(products, calls) - turn(products, 0) for _ in range(PAIRS))
     lane.close()
-    return min(1.0, max(0.0, lost / (calls * each)))
+    return max(0.0, lost / (calls * each))

@@ -26,8 +26,9 @@ ATTENTION_REACHES = 0.75
 """The share of the products' rate that attention reaches."""
 CALLED = 20
 """Launches that a call of a compiled block takes beside its kernels, for guards and torch around it. Assumed."""
-ADDED = 3
-"""Times that memory has a gradient pass as it is added to a sum."""
+ADDED = 6
+"""Times that memory has a gradient pass as it is added to a sum, at the rate that it has for one core while others do
+nothing. Measured, of a GPT and a Mixtral on four ranks of two cores."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ Llama, a Qwen 3 and a Mixtral of next to no width."""
 ON_CORES, ON_ACCELERATOR = Asked(1.5, 50, 9, 1), Asked(6, 0, 1.8, 1.4)
 """Measured: on cores of a GPT, a Llama, a Qwen 3, a Mixtral and a ResNet; on an accelerator, each launch of which is
 longer, on one H200 of GPTs with 124M and 350M parameters."""
-CROWDED = 1.25
+CROWDED = 1.15
 """How many times longer that takes, and the engine's own Python, of ranks that share a core, which find other data in
 its caches. Measured, of a GPT, a Mixtral and a ResNet on four ranks of two cores."""
 

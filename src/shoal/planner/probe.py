@@ -24,7 +24,7 @@ from shoal.device import CPU, is_accelerator
 from shoal.module.build import without_values
 from shoal.planner.computing import FORWARD, UNADDED, counted_again, seconds_of
 from shoal.planner.degrees import Spread
-from shoal.planner.kept import forget, keep, key_of, read, threads_of
+from shoal.planner.kept import crowding, forget, keep, key_of, read, threads_of
 from shoal.planner.kept_profiles import name_of
 from shoal.planner.prepare import Subject
 from shoal.planner.running import TIMES, Alone, Ran, Together, run
@@ -88,7 +88,7 @@ def run_together(
     if told is not None:
         return tuple(Ran(*each) for each in told)
     log.info("running the model for a moment on all ranks to time it, once a month")
-    ran = run(subject, tried, threads, Together(world))
+    ran = run(subject, tried, threads, Together(world, crowding(CPU, per_host)))
     if world.rank == 0:
         _keep(key, ran)
     return ran

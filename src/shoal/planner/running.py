@@ -6,8 +6,10 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -59,6 +61,9 @@ class Timed(NamedTuple):
 class Alone:
     """How a rank runs a model that no other one runs meanwhile."""
 
+    crowd = 1.0
+    """How many ranks share a core."""
+
     def goes_on(self, own: bool) -> bool:
         """Whether another microbatch is run; `own`: what this rank alone would say."""
         return own
@@ -69,10 +74,10 @@ class Alone:
 
 
 class Together:
-    """How each of the ranks of a world runs it, all at once."""
+    """How each of the ranks of a world runs it, all at once. `crowd`: see `Alone`."""
 
-    def __init__(self, world: World) -> None:
-        self._everyone = world.everyone
+    def __init__(self, world: World, crowd: float = 1.0) -> None:
+        self._everyone, self.crowd = world.everyone, crowd
 
     def goes_on(self, own: bool) -> bool:
         """What the first rank says, once all are there. A collective call."""
@@ -87,7 +92,7 @@ class Together:
 def run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Together) -> tuple[Ran, ...]:
     """Returns what the model of `subject` takes on so many threads, of microbatches of each number of `rows` until one
     takes long or does not run."""
-    before, found, timed = torch.get_num_threads(), list[Ran](), _Timer(subject)
+    before, found, timed = torch.get_num_threads(), list[Ran](), _Timer(subject, how.crowd)
     torch.set_num_threads(threads)
     keep_freed_memory()  # as of a rank
     try:
@@ -97,7 +102,7 @@ def run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Togeth
                     why = timed.error or "on another rank"
                     log.info("the model does not run with %d rows, so what these take is counted: %s", number, why)
                     break
-                found.append(_merged(number, every))
+                found.append(_merged(number, every, how.crowd))
                 most = ENOUGH / TIMES if len(found) > 1 else ENOUGH / 2
                 if found[-1].forward + found[-1].backward > most:
                     break
@@ -107,10 +112,10 @@ def run(subject: Subject, rows: Sequence[int], threads: int, how: Alone | Togeth
 
 
 class _Timer:
-    """Runs models of its own. `error`: why the plain one does not run; empty where it does."""
+    """Runs models of its own. `crowd`: see `Alone`; `error`: why the plain one does not run; empty where it does."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject, self.error = subject, ""
+    def __init__(self, subject: Subject, crowd: float) -> None:
+        self._subject, self._crowd, self.error = subject, crowd, ""
         self._modules: dict[str, torch.nn.Module] = {}  # as it is, "", and by those of WAYS that run
 
     def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
@@ -147,14 +152,38 @@ class _Timer:
 
     def _run(self, module: torch.nn.Module, rows: int) -> tuple[float, float]:
         given = {key: torch.stack([value] * rows) for key, value in self._subject.sample.items()}  # a loss may write
-        began = time.perf_counter()
+        began = Clock.now()
         sums = sums_of(self._subject.loss, module, given, ())
         total = sum(sums.aux.values(), sums.total)
-        between = time.perf_counter()
+        between = Clock.now()
         total.backward()
-        ended = time.perf_counter()
+        ended = Clock.now()
         module.zero_grad()
-        return between - began, ended - between
+        return between.since(began, self._crowd), ended.since(between, self._crowd)
+
+
+class Clock(NamedTuple):
+    """Seconds of the wall, of this process on cores, and in which this thread waited for a core."""
+
+    wall: float
+    busy: float
+    queued: float | None
+
+    @classmethod
+    def now(cls) -> Clock:
+        queued = None
+        with suppress(OSError, ValueError, IndexError):  # other systems than Linux do not tell
+            queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return cls(time.perf_counter(), time.process_time(), queued)
+
+    def since(self, began: Clock, crowd: float) -> float:
+        """The seconds since `began`; of `crowd` ranks that share a core, those that it takes where each has the core as
+        long as the others: who waits for whom changes from one moment to the next, and a step of many microbatches
+        takes the mean."""
+        wall = self.wall - began.wall
+        if crowd == 1 or self.queued is None or began.queued is None:
+            return wall
+        return wall - (self.queued - began.queued) + (crowd - 1) * (self.busy - began.busy)
 
 
 def _made(subject: Subject) -> dict[str, torch.nn.Module]:
@@ -169,19 +198,21 @@ def _made(subject: Subject) -> dict[str, torch.nn.Module]:
     return found
 
 
-def _merged(rows: int, every: Sequence[Sequence[Timed]]) -> Ran:
-    """What all who ran took until the last of them was there, the median over rounds."""
+def _merged(rows: int, every: Sequence[Sequence[Timed]], crowd: float) -> Ran:
+    """What all who ran took, the median over rounds: until the last of them was there; where they share cores, the mean
+    of all, since the core of one that is there first goes to the others."""
     rounds = list(zip(*every, strict=True))
-    whole = statistics.median(max(each.whole for each in of_round) for of_round in rounds)
+    all_of: Callable[[list[float]], float] = statistics.mean if crowd > 1 else max
+    whole = statistics.median(all_of([each.whole for each in of_round]) for of_round in rounds)
     forward = statistics.mean(each.forward for of_round in rounds for each in of_round)
     backward = statistics.mean(each.backward for of_round in rounds for each in of_round)
     share = forward / (forward + backward)
-    again = (_more(rounds, place) for place in range(len(WAYS)))
+    again = (_more(rounds, place, all_of) for place in range(len(WAYS)))
     return Ran(rows, share * whole, (1 - share) * whole, *again)
 
 
-def _more(rounds: Sequence[Sequence[Timed]], place: int) -> float:
+def _more(rounds: Sequence[Sequence[Timed]], place: int, all_of: Callable[[list[float]], float]) -> float:
     """What a round took longer by one of WAYS than without, the median over those in which all ran it; 0 for none."""
     timed = [of_round for of_round in rounds if all(each.ways[place] for each in of_round)]
-    more = [max(each.ways[place] for each in own) - max(each.whole for each in own) for own in timed]
+    more = [all_of([each.ways[place] for each in own]) - all_of([each.whole for each in own]) for own in timed]
     return max(0.0, statistics.median(more)) if more else 0.0
