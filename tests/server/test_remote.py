@@ -432,7 +432,7 @@ def test_errors_name_the_owner_and_leave_it_running(tmp_path):
             far(torch.ones(1), "raise")
         with pytest.raises(UserError, match=r"Broken changes its input in place.*clone it"):
             far(torch.ones(1), "in place")
-        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, attention, Held, Mixed'):
+        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, attention, Held'):
             remote(owner.address, "nrom", token=TOKEN)
         with pytest.raises(RemoteError, match="TypeError"):
             remote(owner.address, nn.Linear, 3, token=TOKEN)

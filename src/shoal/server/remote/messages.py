@@ -103,8 +103,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Update:
-    """Has the optimizer step with a context's gradients times `factor`, here and at owners below, once in `step`. Value:
-    the options that a schedule may have changed (stepper.COURSE)."""
+    """Has the optimizer step with a context's gradients times `factor`, here and at owners below, once in `step`.
+    Value: the options that a schedule may have changed (stepper.COURSE)."""
 
     key: str
     context: str

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from shoal.comm.flat import as_bytes
