@@ -30,6 +30,18 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+class Scaled(nn.Module):
+    """Has a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = model(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * self.scale
+        return out
+
+
 def make(optimizer: Any = None, **options: Any) -> Engine:
     return Engine(model, regression, optimizer or partial(AdamW, lr=1e-2), **{"global_batch": 4, **options})
 
@@ -275,11 +287,13 @@ def test_replicas_apart_leave_the_state_that_another_optimizer_does_not_know(tmp
 
 
 @pytest.mark.parametrize("memory", [None, {}])
-@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD, partial(SGD, momentum=0.9)])
 def test_a_run_in_fp64_goes_on_with_the_bits_of_one_that_never_stopped(tmp_path, optimizer, memory):
-    """torch gives the numbers that these keep in fp32 beside a parameter the parameter's dtype when they are loaded."""
+    """torch gives the numbers that these keep in fp32 beside a parameter the parameter's dtype when they are loaded;
+    the state of a parameter that is a number itself has that anyhow."""
     whole, before, after = (
-        make(partial(optimizer, lr=1e-2), plan=Plan(memory=memory), precision="fp64") for _ in "abc"
+        Engine(Scaled, regression, partial(optimizer, lr=1e-2), Plan(memory=memory), global_batch=4, precision="fp64")
+        for _ in "abc"
     )
     trained(whole, BEFORE + AFTER)
     resumed(tmp_path, before, after)

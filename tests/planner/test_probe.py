@@ -181,6 +181,18 @@ def test_a_second_number_of_rows_is_timed(monkeypatch, seconds, timed):
     assert [each.rows for each in ran] == timed
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp64"])
+def test_numbers_of_the_data_are_cast_as_an_engine_casts_them(name):
+    """Models of images in bf16 did not run, so what they take was counted."""
+    subject = replace(subject_of(of_linear), precision=precision(name))
+    ((rows, *_),) = running.run(subject, (2,), 1, running.Alone())
+    assert rows == 2
+
+
+def of_linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
 def test_a_part_of_a_microbatch_that_is_given_is_run_too(monkeypatch):
     """Ranks that divide each row take as much Python as one that has it whole."""
     subject, task = asked(Slow, 8)  # of one row its norm refuses to be

@@ -425,17 +425,47 @@ def test_what_is_simulated_is_what_the_formula_says() -> None:
     assert many - few == pytest.approx(3.0 * (8192 - 64))  # the longer one is extrapolated
 
 
-@pytest.mark.parametrize(("elements", "rows", "share"), [(1e4, 1, 1.0), (1e4, 4, 1.0), (1e8, 1, 0.05)])
-def test_the_last_of_few_chunks_is_exchanged_when_backward_has_ended(elements: float, rows: int, share: float) -> None:
-    """A small model's gradients are one chunk, which nothing hides; of many chunks the last one is a small share."""
+@pytest.mark.parametrize(
+    ("elements", "rows", "zero", "microbatches", "share"),
+    [
+        (1e4, 1, 0, 1, 1.0),
+        (1e4, 4, 0, 1, 1.0),
+        (1e4, 1, 0, 4, 1.0),  # added up before
+        (1e4, 1, 1, 4, 1.0),
+        (1e4, 1, 2, 4, 1 / 4),  # those of the others go out while the next ones compute
+        (1e4, 1, 2, 40, 0.05),
+        (1e8, 1, 0, 1, 0.05),
+        (1e8, 1, 2, 4, 0.05),
+    ],
+)
+def test_the_last_of_few_chunks_is_exchanged_when_backward_has_ended(
+    elements: float, rows: int, zero: int, microbatches: int, share: float
+) -> None:
+    """A small model's gradients are one chunk, which nothing hides, under ZeRO 2 that of the last microbatch; of many
+    chunks the last one is a small share. The weights of ZeRO 1 and 2 come together after the update."""
     asked = task(
-        model(elements=elements), replace(cluster(hosts=1, count=4, inside=5e11), contention=0.0), rows=4 * rows
+        model(elements=elements),
+        replace(cluster(hosts=1, count=4, inside=5e11), contention=0.0),
+        rows=4 * rows * microbatches,
     )
-    search_of = Search(asked)
-    seconds = search_of.estimate(Choice(Spread(copies=4), rows)).terms["copies"]
+    seconds = Search(asked).estimate(Choice(Spread(copies=4), rows, zero=zero)).terms["copies"]
     trained, link = 8 * elements, asked.cluster.link(1, 4)
-    whole = link.seconds("all_reduce", 4 * trained, 4, exchanges.chunks(4 * trained, link, 4))
-    assert seconds == pytest.approx(share * whole, rel=0.02)
+    calls = exchanges.chunks(4 * trained, link, 4)
+    sums = microbatches if zero == 2 else 1
+    whole = link.seconds("reduce_scatter" if zero else "all_reduce", 4 * trained * sums, 4, calls * sums)
+    after = link.seconds("all_gather", 2 * trained, 4, calls) if zero else 0.0
+    assert seconds == pytest.approx(share * whole + after, rel=0.02)
+
+
+def test_copies_of_the_state_add_up_their_parts_between_hosts() -> None:
+    """What shares a copy of it does so inside of a host, over its link."""
+    on = replace(cluster(hosts=2, count=4, between=1e9), contention=0.0, overlap=0.0)
+    asked = task(on=on, rows=16)
+    seconds = Search(asked).estimate(Choice(Spread(copies=8), 1, zero=2, shard=4)).terms["copies"]
+    trained, calls = 80e6, exchanges.chunks(320e6, on.link(1, 8), 8)
+    inside = on.inside.seconds("reduce_scatter", 2 * 4 * trained, 4, 2 * calls)
+    inside += on.inside.seconds("all_gather", 2 * trained, 4, calls)
+    assert seconds == pytest.approx(inside + on.between.seconds("all_reduce", trained, 2, calls))
 
 
 def test_an_explanation_holds_when_it_is_tried() -> None:

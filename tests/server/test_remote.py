@@ -19,7 +19,7 @@ import shoal
 from shoal import Engine
 from shoal.errors import LaunchError, RemoteError, UserError
 from shoal.server.remote import DistributedOptimizer, Owner, OwnerOptions, RemoteModule, remote
-from shoal.server.remote.draws import forward_seed
+from shoal.server.remote.draws import _NAMES, forward_seed
 from tests.server.common import TOKEN, together
 from tests.server.test_sessions import until
 
@@ -96,6 +96,17 @@ class Broken(nn.Module):
         raise KeyError("a word that is not there")
 
 
+class Held(nn.Module):
+    """Multiplies by a tensor that it is given."""
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 def drawing() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.3), nn.LSTM(40, 8, num_layers=2, dropout=0.5))
 
@@ -105,7 +116,7 @@ def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
 
 
-FACTORIES = [drawing, attention, Mixed, Recurrent, norm, Outer, Ring, Broken, nn.Linear, nn.Dropout]
+FACTORIES = [drawing, attention, Held, Mixed, Recurrent, norm, Outer, Ring, Broken, nn.Linear, nn.Dropout]
 
 
 @contextmanager
@@ -186,6 +197,14 @@ def test_losses_and_gradients_are_those_of_a_local_module_to_the_bit(factory, st
             assert torch.equal(*losses)
             assert all(torch.equal(a, b) for a, b in zip(*inputs, strict=True))
         assert same_gradients(owner, near)
+
+
+def test_the_gradient_of_one_element_comes_back_whatever_its_stride_is():
+    with owning() as owner:
+        far, near = remote(owner.address, nn.Linear, 2, 1, token=TOKEN, seed=0), local(nn.Linear, 2, 1)
+        x = torch.randn(1, 2, requires_grad=True)
+        found = [torch.autograd.grad(model(x).sum(), x)[0] for model in (far, near)]
+        assert torch.equal(*found)
 
 
 def test_a_state_is_that_of_the_owner():
@@ -337,7 +356,7 @@ def test_what_waits_for_a_backward_goes_with_its_output_and_is_bounded():
             far(x)
             until(lambda: owner.holdings().graphs == 0)
         outs = [far(x) for _ in range(3)]
-        with pytest.raises(UserError, match="3 forwards of this client wait for their backward"):
+        with pytest.raises(UserError, match=r"3 forwards of this client wait.*OwnerOptions\(graphs=\.\.\.\)"):
             far(x)
         del outs
         gc.collect()
@@ -379,9 +398,31 @@ def test_a_seed_gives_the_same_draws_and_leaves_the_generator():
         assert torch.equal(found, F.dropout(x, 0.5))
 
 
+def test_a_seed_is_that_of_every_function_that_draws():
+    """Distributions draw by functions that no layer uses."""
+    inner = {"scaled_dot_product_attention", "miopen_rnn", "_lstm_mps", "_nested_tensor_softmax_with_shape"}
+    inner |= {"_fused_sdp_choice", "_fused_dropout", "_fill_mem_eff_dropout_mask_"}  # and kernels of attention
+    seeded = {
+        each
+        for each in dir(torch)
+        for overload in getattr(getattr(torch.ops.aten, each, None), "overloads", list)()
+        if torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, each), overload).tags
+        and callable(getattr(torch, each))
+        and not (each in inner or (each[0] == "_" and ("attention" in each or "cudnn" in each)))
+    }
+    assert {"_standard_gamma", "_sample_dirichlet"} < seeded <= _NAMES
+
+
 def test_an_owner_without_factories_is_refused():
     with pytest.raises(UserError, match="there is nothing that clients may ask for"):
         Owner([], token=TOKEN)
+    for one in (nn.Linear, "torch.nn:Linear"):
+        with pytest.raises(UserError, match="is no list of what clients may ask for, and no dict: put it into one"):
+            Owner(one, token=TOKEN)
+    with pytest.raises(UserError, match=r"OwnerOptions\(graphs=0\): give a number from 1 on"):
+        OwnerOptions(graphs=0)
+    with pytest.raises(UserError, match='are both named "Linear": give a dict, with a name for each'):
+        Owner([nn.Linear, type("Linear", (nn.Linear,), {})], token=TOKEN)
 
 
 def test_errors_name_the_owner_and_leave_it_running(tmp_path):
@@ -391,7 +432,7 @@ def test_errors_name_the_owner_and_leave_it_running(tmp_path):
             far(torch.ones(1), "raise")
         with pytest.raises(UserError, match=r"Broken changes its input in place.*clone it"):
             far(torch.ones(1), "in place")
-        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, attention, Mixed'):
+        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, attention, Held'):
             remote(owner.address, "nrom", token=TOKEN)
         with pytest.raises(RemoteError, match="TypeError"):
             remote(owner.address, nn.Linear, 3, token=TOKEN)
@@ -405,10 +446,18 @@ def test_errors_name_the_owner_and_leave_it_running(tmp_path):
         shared = remote(owner.address, nn.Linear, 3, 4, token=TOKEN, name="two", seed=1)
         with pytest.raises(UserError, match=r'"two" is there already, with seed = 1: leave the seed 2 out'):
             remote(owner.address, nn.Linear, 3, 4, token=TOKEN, name="two", seed=2)
+        held = [partial(remote, owner.address, Held, torch.full((3,), value), token=TOKEN) for value in (1.0, 2.0)]
         x = torch.ones(1, 3)
+        assert torch.equal(held[0](name="three")(x), held[0](name="three")(x))
+        with pytest.raises(UserError, match=r'"three" is there already, of Held with other arguments'):
+            held[1](name="three")
         assert torch.equal(remote(owner.address, nn.Linear, 3, 4, token=TOKEN, name="two")(x), shared(x))
         with pytest.raises(UserError, match=r"seed = '1' is no whole number"):
             remote(owner.address, nn.Linear, 3, 4, token=TOKEN, seed="1")
+        with pytest.raises(UserError, match="name = 3 is no text"):
+            remote(owner.address, norm, token=TOKEN, name=3)
+        with pytest.raises(UserError, match=r"remote\(timeout=-1\): give seconds above 0"):
+            remote(owner.address, norm, token=TOKEN, timeout=-1)
         with pytest.raises(UserError, match="cannot be pickled"):
             torch.save(far, tmp_path / "far.pt")
         assert torch.equal(

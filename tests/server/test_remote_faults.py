@@ -167,7 +167,7 @@ def bad_messages(draw: random.Random) -> tuple[Any, list[torch.Tensor]]:
             Drop(text),
             Optimize(text, text),
             Measure(text, text, text),
-            Update(text, text, text, 0.5, -1.0),
+            Update(text, text, text, 0.5),
             Build(text, draw.choice([text, "os:system", "torch:load", "Slow.__init__"]), text, number),
             Join(text, text),
             Leave(),

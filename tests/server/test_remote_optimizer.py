@@ -35,6 +35,17 @@ class Table(nn.Module):
         return torch.tanh(self.rows(ids) @ self.weight) @ self.weight
 
 
+class Turned(nn.Module):
+    """Has a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).abs()
+
+
 class Outer(nn.Module):
     def __init__(self, addresses: list[str]) -> None:
         super().__init__()
@@ -49,7 +60,7 @@ class Outer(nn.Module):
 
 
 def owner() -> Owner:
-    return Owner([layer, Table, Outer], token=TOKEN, options=OwnerOptions(say=lambda line: None))
+    return Owner([layer, Table, Turned, Outer], token=TOKEN, options=OwnerOptions(say=lambda line: None))
 
 
 def local(factory, *args, seed=0) -> nn.Module:
@@ -100,6 +111,34 @@ def test_owners_and_local_parameters_step_as_one_optimizer_would(kind, clip):
             equal = same if clip is None else close
             assert equal(far[0], near[0]) and equal(exposed(first).linear, near[1][0])
             assert equal(exposed(second), near[1][1]) and equal(exposed(third), near[1][2])
+
+
+def test_complex_weights_count_in_the_norm():
+    with owner() as first:
+        far, near, x = remote(first.address, Turned, token=TOKEN, seed=0), local(Turned), torch.randn(3, 4)
+        ours = DistributedOptimizer("sgd", far, lr=0.1, clip=CLIP)
+        for model in (far, near):
+            model(x).sum().backward()
+        assert ours.step() == pytest.approx(float(nn.utils.clip_grad_norm_(near.parameters(), CLIP)))
+        torch.optim.SGD(near.parameters(), lr=0.1).step()
+        assert close(exposed(first), near)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.func.__name__)
+def test_a_schedule_changes_momentum_at_owners_too(kind):
+    """As the one that goes up and down once does, whose momentum goes the other way."""
+    schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=6)
+    with owner() as first:
+        far, near = remote(first.address, layer, token=TOKEN, seed=0), local(layer)
+        ours, theirs = DistributedOptimizer(kind, far, schedule=schedule), kind(near.parameters())
+        course, x = schedule(theirs), torch.randn(8, 4)
+        for _ in range(5):
+            for model, optimizer in ((far, ours), (near, theirs)):
+                model(x).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            course.step()
+        assert same(exposed(first), near)
 
 
 def close(one: nn.Module, other: nn.Module) -> bool:
@@ -211,6 +250,9 @@ def test_what_is_no_optimizer_is_refused_by_name():
             DistributedOptimizer("sgd", nn.ReLU(), lr=0.1)
         with pytest.raises(UserError, match=r"sgd with .*momentun"):
             DistributedOptimizer("sgd", far, lr=0.1, momentun=0.9)
+        own = type("SGD", (torch.optim.SGD,), {})  # owners would step by torch's
+        with pytest.raises(UserError, match=r'is not what owners have by the name "sgd": give torch\.optim\.SGD'):
+            DistributedOptimizer(partial(own, lr=0.1), far)
         with pytest.raises(UserError, match=r"clip = 0 is not above 0"):
             DistributedOptimizer("sgd", far, lr=0.1, clip=0)
         table = remote(first.address, Table, token=TOKEN)

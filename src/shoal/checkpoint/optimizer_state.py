@@ -18,6 +18,10 @@ from shoal.native.heap import in_large_pages
 from shoal.optim.groups import CHOICES, goes_with_parameter
 from shoal.optim.optimizer import ChunkOptimizer
 
+NUMBERS = frozenset({"step", "mu_product", "mu", "eta"})
+"""What torch's optimizers keep beside a parameter as a single number, also beside one that is a single number itself:
+steps of most, NAdam's product of momenta, the course of ASGD."""
+
 
 def in_the_form_of(fresh: Any, saved: Any) -> Any:
     """Returns `saved`, which went through JSON, with the types of `fresh`: number keys, tuples, classes of mappings."""
@@ -126,7 +130,7 @@ def empty_states(
         if name not in names or not title.startswith(f"{own}optim."):
             continue
         like = optimizer.known[name]
-        if shape == role.layouts[name].shape:
+        if key not in NUMBERS and shape == role.layouts[name].shape:
             empty = in_large_pages(torch.empty(optimizer.slots[name].shape, dtype=like.dtype, device=like.device))
         else:  # torch counts steps in fp32, and has the rest in the parameter's dtype
             empty = torch.empty(shape, dtype=like.dtype if like.dtype == torch.float64 and key != "step" else None)
@@ -168,7 +172,7 @@ def _with_numbers_of_torch(optimizer: ChunkOptimizer) -> Callable[[torch.optim.O
     def put(loaded: torch.optim.Optimizer) -> None:
         for values in loaded.state.values() if is_of_torch else ():
             for key, value in values.items():
-                if isinstance(value, Tensor) and not value.dim() and value.is_floating_point():
+                if key in NUMBERS and isinstance(value, Tensor):
                     values[key] = value.to(dtype)
 
     return put

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from shoal.comm.flat import as_bytes
+
 _BLOCK = 1 << 18
 """Words of 64 bits that are hashed at once: temporary memory of 2 MiB."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -28,7 +30,7 @@ def digest(tensor: Tensor) -> Tensor:
     The sum of the 64-bit words, each times an odd factor of its place, block by block. A single bit that differs, or
     several in one word, always change it.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = as_bytes(tensor)
     whole = flat.numel() // 8 * 8
     words, rest = flat[:whole], flat.new_zeros(8)
     rest[: flat.numel() - whole] = flat[whole:]

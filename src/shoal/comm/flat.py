@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +14,16 @@ def flat_of(tensor: Tensor) -> Tensor:
     if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_conj():
         return tensor  # most are flat already, and the calls of torch would slow down a small operation
     return tensor.detach().resolve_conj().contiguous().view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bits of a dense tensor as bytes (1-D): a view where it is contiguous, else a copy.
+
+    One element counts as contiguous whatever its stride is, as in the gradient of a sum, but torch views as bytes only
+    what has the stride 1.
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
+from shoal.comm.flat import as_bytes
 from shoal.errors import LaunchError, ShoalError, UserError
 
 Class = TypeVar("Class", bound=type)
@@ -181,8 +182,7 @@ def _tensor_written(tensor: Tensor, raw: list[bytes], where: str) -> dict[str, A
         raise UserError(
             f"a {tensor.layout} tensor{f' (at {where})' if where else ''} cannot be sent to other ranks: make it dense"
         )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    raw.append(as_bytes(tensor.cpu()).numpy().tobytes())
     return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
 

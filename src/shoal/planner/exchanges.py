@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.named import algorithm
@@ -28,54 +29,71 @@ def exchanged(
     if ranks == 1:
         return 0.0, {}
     sends = sends_of(prices, choice)
-    reduced = numbers.gradient * trained
     stride = spread.stride("copies") // spread.tokens
-    link = cluster.link(stride, ranks)
-    with_experts = max(1, ranks // spread.experts)
-    total = wire = 0.0
+    link, together = cluster.link(stride, ranks), copies(choice)[0]
+    inner = cluster.link(stride, together)
     again = number if choice.zero >= 2 or (choice.zero and choice.offload) else 1  # copies add up once
-    operation = "reduce_scatter" if choice.zero >= 1 and sends.in_parts else "all_reduce"
-    parts = (reduced, ranks), (numbers.gradient * experts, with_experts)
-    calls = [chunks(nbytes, link, among) for nbytes, among in parts]
-    for (nbytes, among), times in zip(parts, calls, strict=True):
-        total += link.seconds(operation, sends.share * again * nbytes, among, again * times if sends.share else 0)
-        inside = min(among, cluster.per_host)
-        wire += sends.payload(inside) * again * nbytes * (among > 1)
-        if sends.inside_hosts and among > 1:  # all of it travels inside of a host before
-            total += cluster.inside.seconds(operation, again * nbytes, inside)
+    gradients = numbers.gradient * trained, numbers.gradient * experts
+    calls = [chunks(gradients[0], link, ranks), chunks(gradients[1], link, max(1, ranks // spread.experts))]
+    total, once, wire = _summed(prices, choice, sends, gradients, calls, again)
     device = prices.slowest
-    coding = again * sends.passes * (reduced + numbers.gradient * experts) / cluster.streams
-    together = copies(choice)[0]
+    coding = again * sends.passes * sum(gradients) / cluster.streams
     common = in_common(prices, choice)
     passes = is_cut(choice, "weights") and not common  # they are gathered to be used
-    if common:
-        total += link.seconds("all_gather", 0, together, sum(calls))  # ranks meet when all are updated
-    elif choice.zero and not passes:
-        nbytes = numbers.weight * (trained + experts)
-        total += link.seconds("all_gather", nbytes, together, sum(calls))
+    shared = gathered = paused = 0.0
+    stays = has.stays if choice.offload or not passes else 0.0  # of weights that are whole on each rank
+    if choice.zero:  # they come together when all are updated, and the next forward waits for them (chunks/shard)
+        nbytes = 0.0 if common else stays * numbers.weight * (trained + experts)
+        shared = inner.seconds("all_gather", nbytes, together, stays * sum(calls))
         wire += nbytes
-    if together < ranks and choice.zero and sends.in_parts:  # copies of the state agree on their parts
-        total += link.seconds("all_reduce", reduced / together, ranks // together, calls[0])
-        wire += reduced / together
-    gathered = paused = 0.0
-    often = has.times(number) + has.stays  # what lies on the device is gathered once, when it was updated
+    often = has.times(number) + has.stays - stays  # others are gathered to be used
     gathers = often * sum(calls)
     if passes:
-        inner = cluster.link(stride, together)
         nbytes = often * numbers.weight * (weights + experts)
         gathered = inner.seconds("all_gather", nbytes, together, gathers)
         paused = inner.seconds("all_gather", 0, together, _asked(prices, choice, gathers, number))
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 or passes or sends.beside else window[0])
-    of_matrices = max(1, sum(calls) - 1)
-    last = 0.0 if sends.beside else max(REDUCED_AT_ONCE, 1 / (again * of_matrices))
-    early = total * (1 - last) + gathered + (0.0 if device.on_host else coding)
-    waits = cluster.contention * min(early, hidden)
-    waits += total * last + gathered * GATHERED_FIRST + paused + (coding if device.on_host else 0.0)
+    chunk = 0.0 if sends.beside else 1 / max(1, sum(calls) - 1)  # the last one's share, which follows backward
+    late = sum(part * max(chunk and REDUCED_AT_ONCE, chunk / times) for part, times in ((total, again), (once, 1)))
+    early = total + once - late + gathered + (0.0 if device.on_host else coding)
+    waits = cluster.contention * min(early, hidden) + late + shared
+    waits += gathered * GATHERED_FIRST + paused + (coding if device.on_host else 0.0)
     if passes and device.on_host:
         waits += gathers * HOOKS * python_of(device)
-    at_once = 0.0 if sends.beside else _at_once(prices, own, total / again, cluster.overlap * window[0]) - total * last
+    at_once = 0.0 if sends.beside else _at_once(prices, own, total / again, cluster.overlap * window[0]) - late
     return max(0.0, early - hidden, at_once) + waits, {"copies": wire}
+
+
+def _summed(
+    prices: Prices,
+    choice: Choice,
+    sends: Sends,
+    gradients: tuple[float, float],
+    calls: Sequence[int],
+    again: int,
+) -> tuple[float, float, float]:
+    """Seconds of `again` sums of gradients among the ranks that share the state, or among all; those in which copies of
+    the state add up their parts, once a step; and the bytes handed to collectives. `gradients`: bytes of those of
+    weights that all have, and of experts; `calls`: of a sum of each."""
+    spread, cluster = choice.spread, prices.task.cluster
+    ranks, stride = spread.replicas, spread.stride("copies") // spread.tokens
+    in_parts = choice.zero >= 1 and sends.in_parts
+    operation = "reduce_scatter" if in_parts else "all_reduce"
+    together, of_experts = copies(choice) if in_parts else (ranks, max(1, ranks // spread.experts))
+    link = cluster.link(stride, together)
+    total = wire = 0.0
+    for nbytes, among, times in zip(gradients, (together, of_experts), calls, strict=True):
+        total += link.seconds(operation, sends.share * again * nbytes, among, again * times if sends.share else 0)
+        inside = min(among, cluster.per_host)
+        wire += sends.payload(inside) * again * nbytes * (among > 1)
+        if sends.inside_hosts and among > 1:  # all of it travels inside of a host before
+            total += cluster.inside.seconds(operation, again * nbytes, inside)
+    if together == ranks:
+        return total, 0.0, wire
+    parts = gradients[0] / together + gradients[1] / of_experts
+    across = cluster.link(stride * together, ranks // together)
+    return total, across.seconds("all_reduce", parts, ranks // together, sum(calls)), wire + parts
 
 
 def _asked(prices: Prices, choice: Choice, gathers: float, number: int) -> float:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from shoal.comm import World
-from shoal.module.compiling import recomputable
+from shoal.module.border import cast_at_the_border
+from shoal.module.compiling import blocks, graphs, recomputable
 from shoal.module.random import host_draws
 from shoal.module.recompute import Recompute, without_caches
 from shoal.native.heap import keep_freed_memory
@@ -195,6 +196,9 @@ def _made(subject: Subject) -> dict[str, torch.nn.Module]:
     for way in WAYS if recomputable(own) else ():
         found[way] = deepcopy(own)
         Recompute(recomputable(found[way]), way)
+    for each in found.values():
+        inside = (block for block in blocks(each) if block is not each)
+        cast_at_the_border(each, subject.precision, [*graphs(each, by_plan=False), *inside])
     return found
 
 

@@ -22,7 +22,8 @@ _DRAWING = (
     "rand_like randint randint_like randn randn_like randperm random_ uniform_ dropout dropout_ dropout1d dropout2d "
     "dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
     "feature_alpha_dropout_ native_dropout gumbel_softmax rrelu rrelu_ fractional_max_pool2d fractional_max_pool3d "
-    "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices lstm gru rnn_tanh rnn_relu"
+    "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices lstm gru rnn_tanh rnn_relu _standard_gamma "
+    "_sample_dirichlet rrelu_with_noise rrelu_with_noise_ normal_functional"
 )
 """Functions of torch that may draw, by name."""
 _NAMES = frozenset(_DRAWING.split())

@@ -44,7 +44,7 @@ class Graphs:
             if len(self._kept) >= self._most:
                 raise UserError(
                     f"{self._most:,} forwards of this client wait for their backward: run those that have none under "
-                    "torch.no_grad(), or give the owner more by Options(graphs=...)"
+                    "torch.no_grad(), or give the owner more by OwnerOptions(graphs=...)"
                 )
             if number in self._kept:
                 raise UserError(f"forward {number} is under way already")

@@ -103,13 +103,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class Update:
-    """Has the optimizer step with a context's gradients times `factor`, here and at owners below, once in `step`."""
+    """Has the optimizer step with a context's gradients times `factor`, here and at owners below, once in `step`.
+    Value: the options that a schedule may have changed (stepper.COURSE)."""
 
     key: str
     context: str
     step: str
     factor: float
-    lr: float
 
 
 @dataclass(frozen=True)

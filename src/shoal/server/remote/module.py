@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from shoal.errors import UserError
+from shoal.server.options import check_seconds
 from shoal.server.remote import contexts
 from shoal.server.remote.crossing import Crossing, stand_in_of
 from shoal.server.remote.link import Link
@@ -58,6 +59,9 @@ def remote(
     """
     if seed is not None and not (type(seed) is int and 0 <= seed < 2**53):  # a number of JSON
         raise UserError(f"remote: seed = {seed!r} is no whole number between 0 and 2**53")
+    if not isinstance(name, str):
+        raise UserError(f"remote: name = {name!r:.100} is no text")
+    check_seconds("remote(timeout", timeout, above_0=True)
     link = Link(Address.read(address), key_of_token(token), timeout, shared, accelerator(device))
     asked = factory if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
     try:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shoal.errors import TrainingError, UserError
 from shoal.optim.lr import Schedule, check_scheduler
+from shoal.optim.named import OPTIMIZERS
 from shoal.server.remote import contexts
 from shoal.server.remote.contexts import Context
 from shoal.server.remote.stepper import Stepper
@@ -44,6 +45,11 @@ class DistributedOptimizer:
         if isinstance(optimizer, partial):
             chosen, options = optimizer.func, {**optimizer.keywords, **options}
         kind = chosen if isinstance(chosen, str) else getattr(chosen, "__name__", repr(chosen)).lower()
+        if not isinstance(chosen, str) and OPTIMIZERS.get(kind, chosen) is not chosen:
+            raise UserError(
+                f'DistributedOptimizer: {chosen!r} is not what owners have by the name "{kind}": give '
+                f"torch.optim.{OPTIMIZERS[kind].__name__}, or step that one's parameters in their own process"
+            )
         if clip is not None and not clip > 0:
             raise UserError(f"DistributedOptimizer: clip = {clip} is not above 0; None does not clip")
         self._modules = [modules] if isinstance(modules, nn.Module) else list(modules)
@@ -67,11 +73,11 @@ class DistributedOptimizer:
     @property
     def lr(self) -> float:
         """The learning rate of the next step, at all owners."""
-        return self._stepper.lr
+        return float(self._stepper.course["lr"])
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._stepper.lr = value
+        self._stepper.follow({"lr": value})
 
     def step(self, context: Context | None = None) -> float:
         """Updates all parameters by the gradients of a context, None for this thread's; returns the norm of the

@@ -12,6 +12,7 @@ import torch
 from shoal.comm.stalls import Say, to_stderr
 from shoal.elastic.records import Malformed
 from shoal.errors import UserError
+from shoal.server.options import check_seconds
 from shoal.server.remote import payload
 from shoal.server.remote.exposed import Client, Exposed
 from shoal.server.remote.messages import (
@@ -59,6 +60,12 @@ class OwnerOptions:
     seconds: float = 60.0
     say: Say = to_stderr
     device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("graphs", "modules", "message_bytes"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise UserError(f"OwnerOptions({name}={value!r:.100}): give a number from 1 on")
+        check_seconds("OwnerOptions(seconds", self.seconds, above_0=True)
 
 
 class Owner(Serving):
@@ -142,7 +149,7 @@ def _done(exposed: Exposed, client: Client, asked: Any, given: Payload) -> Paylo
     elif isinstance(asked, Measure):
         return payload.taken_apart(exposed.updates.measure(asked), grad=False)
     elif isinstance(asked, Update):
-        exposed.updates.update(asked)
+        exposed.updates.update(asked, given.value(given.tensors))
     elif isinstance(asked, Save):
         return payload.taken_apart(exposed.state(), grad=False)
     elif isinstance(asked, Load):

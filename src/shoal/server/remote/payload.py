@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shoal.comm.flat import as_bytes
 from shoal.comm.wire import pack, sent, unpack
 from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError, UserError
@@ -107,9 +108,7 @@ def receive(session: Session, most_bytes: int) -> Payload:
 
 
 def _raw(tensor: Tensor, device: torch.device | None) -> Tensor:
-    found = tensor.detach().resolve_conj().resolve_neg()
-    flat = (found if found.device == device and found.numel() else found.cpu()).contiguous().view(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return as_bytes(tensor if tensor.device == device and tensor.numel() else tensor.cpu())
 
 
 def _tensor(raw: Tensor, dtype: Any, shape: Any, needs: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shoal.comm.digest import combined
 from shoal.errors import UserError, check_names
 from shoal.server.remote.draws import creation
 from shoal.server.remote.exposed import Client, Exposed
@@ -30,7 +31,8 @@ class Holdings(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A module, its name ("" for a client's own), what it was made by, and the clients by their names."""
+    """A module, its name ("" for a client's own), what it was made by (factory, arguments), and the clients by their
+    names."""
 
     exposed: Exposed
     name: str
@@ -67,7 +69,7 @@ class Registry:
         factory = self._factories[asked.factory]
         shared = isinstance(factory, nn.Module)
         name = asked.factory if shared else asked.name
-        made_by = (asked.factory, "" if shared else repr(given.structure))
+        made_by = (asked.factory, "" if shared else _told_apart(given))
         with self._guard:
             naming = self._naming.setdefault(name, threading.Lock()) if name else nullcontext()
         with naming:  # two clients must not build one name at once
@@ -131,12 +133,20 @@ class Registry:
 
 def exposed_factories(given: Mapping[str, Factory] | Iterable[Factory | str]) -> dict[str, Factory]:
     """Returns what clients may ask for, by name: see `Owner`. Raises UserError for what is no factory."""
-    named = dict(given) if isinstance(given, Mapping) else {_name(each): _imported(each) for each in given}
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UserError(f"Owner: {given!r} is no list of what clients may ask for, and no dict: put it into one")
+    pairs = list(given.items() if isinstance(given, Mapping) else ((_name(each), _imported(each)) for each in given))
+    named = dict(pairs)
     if not named:
         raise UserError("Owner: there is nothing that clients may ask for: give the classes or functions of modules")
     for name, factory in named.items():
         if not callable(factory) or not isinstance(name, str) or not name:
             raise UserError(f"Owner: {name!r}: {factory!r} is nothing that builds a module: give a class or a function")
+    for name, factory in pairs:
+        if factory is not named[name]:
+            raise UserError(
+                f'Owner: {factory!r} and {named[name]!r} are both named "{name}": give a dict, with a name for each'
+            )
     return named
 
 
@@ -145,6 +155,12 @@ def _name(factory: Factory | str) -> str:
     if not found:
         raise UserError(f"Owner: {factory!r} has no __name__: give a dict, with a name for it")
     return found
+
+
+def _told_apart(given: Payload) -> str:
+    """Returns what arguments are told apart by: plain values as they are, tensors by a hash of their bits."""
+    forms = [(tensor.dtype, tuple(tensor.shape)) for tensor in given.tensors]
+    return f"{given.structure!r}, {forms}, {combined(given.tensors)}"
 
 
 def _imported(factory: Factory | str) -> Factory:

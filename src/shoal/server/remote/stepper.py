@@ -18,6 +18,8 @@ from shoal.server.remote.messages import Drop, Measure, Optimize, Update
 from shoal.server.remote.module import RemoteModule
 from shoal.server.remote.payload import taken_apart
 
+COURSE = ("lr", "momentum", "betas")
+"""Options that go with each step: torch's schedules change the learning rate, and the cyclic ones momentum."""
 _STEPS = 256  # steps that are remembered, so that each is taken once
 T = TypeVar("T")
 
@@ -46,14 +48,15 @@ class Stepper:
         self._told: set[RemoteModule] = set()
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+    def course(self) -> dict[str, Any]:
+        """The options of the next step that a schedule may have changed."""
+        group = self.optimizer.param_groups[0]
+        return {name: group[name] for name in COURSE if name in group}
 
-    @lr.setter
-    def lr(self, value: float) -> None:
+    def follow(self, course: Mapping[str, Any]) -> None:
+        """Steps by these options from now on."""
         for group in self.optimizer.param_groups:
-            group["lr"] = value
+            group.update(course)
 
     def remotes(self) -> list[RemoteModule]:
         """Returns the remote modules in `modules`; all have the optimizer."""
@@ -79,8 +82,8 @@ class Stepper:
 
     def update(self, step: Callable[[], None], context: str, name: str, factor: float) -> None:
         """Has owners below update their parameters, and runs `step`, which updates those that are here."""
-        record = Update(self._key, context, name, factor, self.lr)
-        at_once(lambda each: each.link.ask(record), self.remotes())
+        record, course = Update(self._key, context, name, factor), taken_apart(self.course, grad=False)
+        at_once(lambda each: each.link.ask(record, course), self.remotes())
         step()
 
     def drop(self, context: str) -> None:
@@ -103,4 +106,5 @@ def _number(remote: RemoteModule, record: Any) -> float:
 
 def _square(gradient: Tensor) -> float:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = torch.view_as_real(values) if values.is_complex() else values
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 if values.numel() else 0.0

@@ -49,12 +49,14 @@ class Updates:
             return 0.0
         return stepper.measure(self._gradients.total(asked.context).values(), asked.context, asked.step)
 
-    def update(self, asked: Update) -> None:
+    def update(self, asked: Update, course: object) -> None:
         """Steps by a context's gradients times a factor, here and below, unless that has been done already."""
         stepper = self._stepper(asked.key)
+        if not isinstance(course, dict) or not course.keys() <= stepper.course.keys():
+            raise UserError("no options of a step")
         if not stepper.begins("update", asked.step):
             return
-        stepper.lr = asked.lr
+        stepper.follow(course)
         kept = self._gradients.total(asked.context)
         found = {parameter: kept[name] for name, parameter in stepper.parameters.items() if name in kept}
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from shoal.comm.flat import as_bytes
 from shoal.comm.hello import fill
 from shoal.comm.sealed import HEAD, Seal
 from shoal.elastic.records import Malformed
@@ -107,7 +107,7 @@ class Stream:
 
 def bytes_of(flat: Tensor) -> memoryview:
     """Returns the bytes of a contiguous 1-D tensor, to be read and written."""
-    return flat.view(torch.uint8).numpy().data
+    return as_bytes(flat).numpy().data
 
 
 def hung_up(end: socket.socket) -> bool:
@@ -122,7 +122,7 @@ def hung_up(end: socket.socket) -> bool:
 
 
 def _cut(flat: Tensor) -> Iterator[Tensor]:
-    return iter(flat.view(torch.uint8).split(PIECE_BYTES)) if flat.numel() else iter(())
+    return iter(as_bytes(flat).split(PIECE_BYTES)) if flat.numel() else iter(())
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
