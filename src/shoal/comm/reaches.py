@@ -32,13 +32,15 @@ WIDTH = 256
 BESIDE, PIECE, PIECES = 0.05, 2**20, 16
 """Seconds of products beside which ranks communicate for half as long, about; the bytes of each tensor that they reduce
 there, and how many of them take turns, so that caches do not have them, as they have no gradients of a step."""
-BETWEEN, TURNS, PAIRS = 3e-3, 6, 5
+BETWEEN, TURNS, PAIRS = 3e-3, 5, 5
 """Seconds of products between calls, about, the number of calls, and how often these are timed with and without them,
 in turn: ranks that share cores take a tenth longer or shorter from one time to the next."""
 
 
 Call = Callable[[Tensor], object]
 """A collective of a tensor."""
+Row = tuple[int, float]
+"""Bytes of a tensor, and seconds."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def measure_reaches(world: World) -> Reaches:
         group = world.group(f"measure{serial}-{name}", ranks) if len(ranks) < world.size else everyone
         for operation, call in _calls(group).items():
             rows = _rows(everyone, world.device, call)
-            found[across].append(_reach(operation, group.size, *(between(call, *row) for row in rows)))
+            found[across].append(_reach(operation, group.size, *between(call, rows)))
         if group is not everyone:
             everyone.barrier()  # nobody is in it any more
             group.close()
@@ -179,12 +181,10 @@ def _calls(group: Group) -> dict[str, Call]:
     }
 
 
-def _rows(
-    everyone: Group, device: torch.device, call: Call
-) -> tuple[tuple[int, float], tuple[int, float]]:
+def _rows(everyone: Group, device: torch.device, call: Call) -> tuple[Row, Row]:
     """Bytes and seconds of a call with the smallest and the largest tensor, on the slowest rank: all make it at
     once."""
-    rows: list[tuple[int, float]] = []
+    rows: list[Row] = []
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4, device=device)  # pages of zeros are one page until they are written
         taken = [_timed(everyone, device, call, tensor) for _ in range(2)][1:]  # the first one opens what it needs
@@ -196,41 +196,42 @@ def _rows(
     return rows[0], rows[-1]
 
 
-def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int, float]) -> Reach:
+def _reach(operation: str, ranks: int, short: Row, long: Row) -> Reach:
     """The line through two rows; where they are one, what that one says."""
     more = long[1] - short[1]
     rate = (long[0] - short[0]) / more if more > 0.01 * long[1] else long[0] / long[1]
     return Reach(operation, ranks, max(short[1] - short[0] / rate, 0.05 * short[1]), rate)
 
 
-def _between(everyone: Group, device: torch.device) -> Callable[[Call, int, float], tuple[int, float]]:
-    """Returns what measures a call as steps make it, given its bytes and its seconds where ranks do nothing else: by
-    how many seconds all are done later, on the slowest rank, if they make it between computing; as it is on an
-    accelerator, whose calls queue."""
+def _between(everyone: Group, device: torch.device) -> Callable[[Call, Sequence[Row]], list[Row]]:
+    """Returns what times a call as steps make it, given its rows where ranks do nothing else: by how many seconds all
+    are done later, on the slowest rank, if they make it between computing; as it is on an accelerator, whose calls
+    queue."""
     if everyone.size == 1 or is_accelerator(device):
-        return lambda call, nbytes, alone: (nbytes, alone)
+        return lambda call, rows: list(rows)
     compute = _computing(device)
 
-    def turns(products: int, call: Call | None = None, tensors: Sequence[Tensor] = ()) -> float:
+    def turns(products: int, call: Call, tensors: Sequence[Tensor]) -> float:
         everyone.barrier()
         began = time.perf_counter()
         for turn in range(TURNS):
             compute(products)
-            if call is not None:
+            if tensors:
                 call(tensors[turn])
         everyone.barrier()
         return _slowest(everyone, time.perf_counter() - began)
 
-    turns(1)
-    products = max(1, round(BETWEEN * TURNS / turns(1)))
+    turns(1, lambda tensor: None, ())
+    products = max(1, round(BETWEEN * TURNS / turns(1, lambda tensor: None, ())))
 
-    def timed(call: Call, nbytes: int, alone: float) -> tuple[int, float]:
-        if alone > ENOUGH:  # beside which waiting for a core is short
-            return nbytes, alone
-        tensors = torch.ones(TURNS * nbytes // 4).split(nbytes // 4)
-        turns(1, call, tensors)
-        more = statistics.median(turns(products, call, tensors) - turns(products) for _ in range(PAIRS))
-        return nbytes, max(alone, more / TURNS)
+    def timed(call: Call, rows: Sequence[Row]) -> list[Row]:
+        own = [torch.ones(TURNS * nbytes // 4).split(nbytes // 4) for nbytes, alone in rows if alone <= ENOUGH]
+        for tensors in own:  # the first call opens what it needs
+            turns(1, call, tensors)
+        rounds = [[turns(products, call, tensors) for tensors in ((), *own)] for _ in range(PAIRS)]
+        later = [statistics.median(each[place] - each[0] for each in rounds) for place in range(1, 1 + len(own))]
+        found = [(nbytes, max(alone, more / TURNS)) for (nbytes, alone), more in zip(rows, later, strict=False)]
+        return [*found, *rows[len(found) :]]  # beside longer ones waiting for a core is short
 
     return timed
 
