@@ -215,6 +215,17 @@ def test_overflow_is_seen():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("stride", [0, 3])
+def test_one_element_has_the_bytes_of_its_value_whatever_its_stride_is(name, stride):
+    """As the gradient of a sum, which counts as contiguous."""
+    form, one = codec(name), torch.empty_strided((1,), (stride,)).fill_(2.5)
+    buffer = torch.zeros(1 + form.encoded_bytes(1), dtype=torch.uint8)
+    form.encode(one, buffer[1:])  # where no element may begin
+    assert torch.equal(buffer[1:], encoded(form, torch.tensor([2.5])))
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("form", [codec("fp16"), codec("bf16"), codec("fp32"), U8(64), U4(64), Sign(64)], ids=str)
 @pytest.mark.parametrize("cuts", [(64,), (640, 704), (64, 128, 960)])
 def test_row_aligned_cuts_have_the_bytes_of_the_whole(form, cuts):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Group
+from shoal.comm.flat import as_bytes
 from shoal.device import is_accelerator
 
 PARCEL_BYTES = 4 * 2**20
@@ -69,7 +70,7 @@ class Parcels:
         first, alone = tensors[0], len(tensors) == 1 and not is_accelerator(self._device)
         if not alone or is_accelerator(first.device) or first.nbytes % ALIGNED or not first.is_contiguous():
             return None
-        return first.detach().view(-1).view(torch.uint8)
+        return as_bytes(first)
 
     @cached_property
     def _staging(self) -> Tensor:

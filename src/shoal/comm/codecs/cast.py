@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.codecs.codec import BLOCK, add, as_bytes, as_values, check
+from shoal.comm.codecs.codec import BLOCK, add, as_values, check
+from shoal.comm.flat import as_bytes
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,6 @@ def add(out: Tensor, decoded: Tensor, scale: float) -> None:
         out.copy_(out.to(wide).add_(decoded))
 
 
-def as_bytes(values: Tensor) -> Tensor:
-    """Views a contiguous tensor as bytes."""
-    return values.view(torch.uint8)
-
-
 def as_values(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns contiguous bytes as values of `dtype`: a view where their offset allows it, else a copy."""
     if data.storage_offset() % dtype.itemsize:

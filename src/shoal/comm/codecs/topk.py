@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.codecs.codec import BLOCK, add, as_bytes, as_values, check
+from shoal.comm.codecs.codec import BLOCK, add, as_values, check
+from shoal.comm.flat import as_bytes
 from shoal.errors import UserError
 from shoal.native import library
 
