@@ -104,11 +104,10 @@ class Judged:
         }
 
 
-def asked(name: str, group: ProcessGroup, fresh: bool = False) -> tuple[Task, str]:
-    """What the planner is asked, as the machine is now, and what its links reach. `fresh`: rates, too, are measured
-    anew."""
+def asked(name: str, group: ProcessGroup) -> tuple[Task, str]:
+    """What the planner is asked, as the machine is now, and what its links reach."""
     groups: Reaches = group.call(reaches)[0]
-    cluster = here(RANKS, RANKS, torch.float32, groups=groups, fresh=fresh)
+    cluster = here(RANKS, RANKS, torch.float32, groups=groups, fresh=True)
     return task_of(name, cluster, group.call(partial(ran, name))[0]), str(groups)
 
 
@@ -120,7 +119,7 @@ def step_of(answers: Sequence[Sequence[float]]) -> float:
 def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], plans: int, steps: int) -> tuple[str, float]:
     """Measures what the planner goes by, and runs each plan once: those of the first round, and what comes first by
     now. Returns what the links reach, and how many times longer computing takes than measured."""
-    task, carrier = asked(name, group, fresh=True)
+    task, carrier = asked(name, group)
     found = {_key(each): each for each in every(name, task)}
     first = min(found, key=lambda key: found[key].seconds)
     for key in [first] if known else [_key(each) for each in thinned(list(found.values()), plans)]:
@@ -147,7 +146,7 @@ def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps:
     both, one pair after the other."""
 
     def predicted() -> Estimate:
-        search = Search(replace(asked(name, group, fresh=True)[0], recompute=(str(choice.recompute),)))
+        search = Search(replace(asked(name, group)[0], recompute=(str(choice.recompute),)))
         return search.simulated(search.estimate(choice))
 
     off, before = [], predicted()

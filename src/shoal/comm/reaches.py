@@ -209,29 +209,29 @@ def _between(everyone: Group, device: torch.device) -> Callable[[Call, Sequence[
     queue."""
     if everyone.size == 1 or is_accelerator(device):
         return lambda call, rows: list(rows)
-    compute = _computing(device)
+    compute, nothing = _computing(device), torch.ones(TURNS).split(1)
 
-    def turns(products: int, call: Call, tensors: Sequence[Tensor]) -> float:
+    def turns(products: int, call: Call = lambda _: None, tensors: Sequence[Tensor] = nothing) -> float:
         everyone.barrier()
         began = time.perf_counter()
-        for turn in range(TURNS):
+        for tensor in tensors:
             compute(products)
-            if tensors:
-                call(tensors[turn])
+            call(tensor)
         everyone.barrier()
         return _slowest(everyone, time.perf_counter() - began)
 
-    turns(1, lambda tensor: None, ())
-    products = max(1, round(BETWEEN * TURNS / turns(1, lambda tensor: None, ())))
+    turns(1)
+    products = max(1, round(BETWEEN * TURNS / turns(1)))
 
     def timed(call: Call, rows: Sequence[Row]) -> list[Row]:
-        own = [torch.ones(TURNS * nbytes // 4).split(nbytes // 4) for nbytes, alone in rows if alone <= ENOUGH]
+        short = [row for row in rows if row[1] <= ENOUGH]  # beside longer ones waiting for a core is short
+        own = [torch.ones(TURNS * nbytes // 4).split(nbytes // 4) for nbytes, _ in short]
         for tensors in own:  # the first call opens what it needs
             turns(1, call, tensors)
-        rounds = [[turns(products, call, tensors) for tensors in ((), *own)] for _ in range(PAIRS)]
-        later = [statistics.median(each[place] - each[0] for each in rounds) for place in range(1, 1 + len(own))]
-        found = [(nbytes, max(alone, more / TURNS)) for (nbytes, alone), more in zip(rows, later, strict=False)]
-        return [*found, *rows[len(found) :]]  # beside longer ones waiting for a core is short
+        rounds = [(turns(products), [turns(products, call, tensors) for tensors in own]) for _ in range(PAIRS)]
+        later = [statistics.median(of[place] - plain for plain, of in rounds) / TURNS for place in range(len(own))]
+        found = [(nbytes, max(alone, more)) for (nbytes, alone), more in zip(short, later, strict=True)]
+        return [*found, *rows[len(short) :]]
 
     return timed
 

@@ -77,7 +77,7 @@ class Alone:
 class Together:
     """How each of the ranks of a world runs it, all at once. `crowd`: see `Alone`."""
 
-    def __init__(self, world: World, crowd: float = 1.0) -> None:
+    def __init__(self, world: World, crowd: float) -> None:
         self._everyone, self.crowd = world.everyone, crowd
 
     def goes_on(self, own: bool) -> bool:
