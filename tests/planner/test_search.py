@@ -47,6 +47,17 @@ def every(asked: Search) -> list[float]:
     return sorted(asked.simulated(each).seconds for each in left)
 
 
+def test_the_best_of_all_where_what_is_hidden_costs_more_than_it_takes() -> None:
+    """Ranks that share cores lose more to an exchange beside them than it takes alone."""
+    seconds = []
+    for between in (1e9, 2e9):
+        on = replace(cluster(memory=1.5 * GIB, between=between), contention=3.0)
+        asked = task(on=on, schedules=(("1f1b", 1),))
+        seconds.append(search(asked).best[0].seconds)
+        assert seconds[-1] == pytest.approx(every(Search(asked))[0], rel=1e-9)
+    assert seconds[1] <= seconds[0], "more bandwidth is never slower"
+
+
 @pytest.mark.parametrize("memory", [0.7 * GIB, 1.5 * GIB, 8 * GIB])
 @pytest.mark.parametrize("between", [1e9, 1e11])
 def test_the_best_of_all(memory: float, between: float) -> None:
