@@ -90,7 +90,11 @@ def test_a_job_is_stopped_with_the_command_that_stands_beside_its_ranks(start, p
     while "began" not in backend("local").log(job):
         time.sleep(0.02)
     (child,) = psutil.Process(int(job.number)).children()
-    (command,) = (each for each in child.children(recursive=True) if each.name() == "sleep")
+    deadline = time.monotonic() + SECONDS
+    while not (found := [each for each in child.children(recursive=True) if each.name() == "sleep"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # the shell says so before it starts the next command
+    (command,) = found
     backend("local").stop(job)
     assert until(job, lambda state: not state.goes_on).word == "stopped"
     command.wait(SECONDS)
