@@ -4,14 +4,14 @@
         [--pairs 8] [--steps 4] [--seconds 840] [--quick]
 
 A tiny GPT, a tiny Mixtral and a ResNet, each under the plans that the planner's own space has for 4 ranks of this host
-(`--plans`: so many of them, at even distances in the order of the space, with the planner's first choice among them;
-0 for all), with the ranks' own link and behind an emulated slow one. Plans run in turn, round after round. Before each
-round the ranks measure anew what the planner goes by (rates, links, the model itself), since a machine that is shared
-takes twice as long in one minute as in the next; a plan that comes first by that and was not among them joins. A plan's
-figures are medians over its rounds: of the median step, and of what is predicted. Each set is also judged under a
-budget of memory, by the plans that fit half of what the largest one needs. By how much the step of the chosen is off is
-the median over `--pairs` turns of that plan, each beside what is predicted from measurements right before and right
-after it. `--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
+(`--plans`: so many of them, at even distances in the order of the space; 0 for all; and those that come first by any
+of three measurements beforehand), with the ranks' own link and behind an emulated slow one. Plans run in turn, round
+after round, each in all rounds. Before each round the ranks measure anew what the planner goes by (rates, links, the
+model itself), since a machine that is shared takes twice as long in one minute as in the next. A plan's figures are
+medians over the rounds: of the median step, and of what is predicted. Each set is also judged under a budget of memory,
+by the plans that fit half of what the largest one needs. By how much the step of the chosen is off is the median over
+`--pairs` turns of that plan, each beside what is predicted from measurements right before and right after it.
+`--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
 
 A job with `plan.measure = 3` runs three plans for a few steps each before it goes on with the quickest. What it would
 choose is judged beside the first by prediction: of the first three that have its microbatch (trials of a run all have
@@ -51,6 +51,8 @@ from shoal.toml import plan_text
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
 TRIED = 3
 """Plans that a run with `plan.measure` of so many tries."""
+MEASURED = 3
+"""Measurements before the first round, whose first plans are run."""
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
 
 
@@ -64,14 +66,16 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [sum(other < each for other in values) + sum(other == each for other in values) / 2 for each in values]
 
 
-def thinned(found: Sequence[Estimate], number: int) -> list[Estimate]:
-    """So many of `found` at even distances, and the first by prediction; all for 0."""
-    best = min(range(len(found)), key=lambda place: found[place].seconds)
-    if not number or number >= len(found):
-        places = list(range(len(found)))
+def thinned(measured: Sequence[dict[Choice, Estimate]], number: int) -> dict[Choice, Estimate]:
+    """So many plans at even distances, all for 0, and the first by each prediction. `measured`: what is predicted of
+    all plans, by measurement."""
+    first, chosen = measured[0], {min(each, key=lambda key: each[key].seconds) for each in measured}
+    keys = list(first)
+    if not number or number >= len(keys):
+        chosen |= set(keys)
     else:
-        places = sorted({best, *(round(place * (len(found) - 1) / (number - 1)) for place in range(number))})
-    return [found[place] for place in places]
+        chosen |= {keys[round(place * (len(keys) - 1) / (number - 1))] for place in range(number)}
+    return {key: each for key, each in first.items() if key in chosen}
 
 
 @dataclass
@@ -116,14 +120,16 @@ def step_of(answers: Sequence[Sequence[float]]) -> float:
     return statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True))
 
 
-def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], plans: int, steps: int) -> tuple[str, float]:
-    """Measures what the planner goes by, and runs each plan once: those of the first round, and what comes first by
-    now. Returns what the links reach, and how many times longer computing takes than measured."""
+def predicted(name: str, group: ProcessGroup) -> tuple[Task, str, dict[Choice, Estimate]]:
+    """What the planner is asked, as the machine is now, what its links reach, and what is predicted of all plans."""
     task, carrier = asked(name, group)
-    found = {_key(each): each for each in every(name, task)}
-    first = min(found, key=lambda key: found[key].seconds)
-    for key in [first] if known else [_key(each) for each in thinned(list(found.values()), plans)]:
-        known.setdefault(key, Judged(found[key]))
+    return task, carrier, {_key(each): each for each in every(name, task)}
+
+
+def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], steps: int) -> tuple[str, float]:
+    """Measures what the planner goes by, and runs each plan once. Returns what the links reach, and how many times
+    longer computing takes than measured."""
+    task, carrier, found = predicted(name, group)
     ran_now = {key: each for key, each in known.items() if not each.refused and key in found}
     for key, each in ran_now.items():
         choice = found[key].choice
@@ -145,15 +151,15 @@ def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps:
     """By which share of it the step of a plan is off what is predicted right before and right after it, the mean of
     both, one pair after the other."""
 
-    def predicted() -> Estimate:
+    def now() -> Estimate:
         search = Search(replace(asked(name, group)[0], recompute=(str(choice.recompute),)))
         return search.simulated(search.estimate(choice))
 
-    off, before = [], predicted()
+    off, before = [], now()
     for _ in range(pairs):
         plan = before.choice.plan(MODELS[name].pins).to_dict()
         taken = step_of(group.call(partial(run, name, plan, choice.microbatch, steps)))
-        after = predicted()
+        after = now()
         off.append(1e3 * (before.seconds + after.seconds) / 2 / taken - 1)
         before = after
     return off
@@ -221,12 +227,13 @@ def one_set(
     name: str, link_name: str, group: ProcessGroup, seconds: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """All of one model behind one kind of link."""
-    known: dict[Choice, Judged] = {}
+    measured = [predicted(name, group)[2] for _ in range(MEASURED)]
+    known = {key: Judged(each) for key, each in thinned(measured, arguments.plans).items()}
     carriers, factors, began = [], [], time.monotonic()
     for number in range(arguments.rounds):
         if number >= 2 and (time.monotonic() - began) * (number + 1) / number > seconds:
             break
-        carrier, factor = one_round(name, group, known, arguments.plans, arguments.steps)
+        carrier, factor = one_round(name, group, known, arguments.steps)
         carriers.append(carrier)
         factors.append(factor)
     ran_now = {key: each.row() for key, each in known.items() if each.samples}

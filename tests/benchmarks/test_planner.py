@@ -11,9 +11,11 @@ import pytest
 
 from benchmarks.planner import mean_errors
 from benchmarks.planner_published import MEGATRON, MODELS, ROWS, Published, as_there, estimated, task_of, traced
-from benchmarks.planner_ranking import spearman
+from benchmarks.planner_ranking import spearman, thinned
+from shoal.planner.degrees import Spread
 from shoal.planner.profile import Profile
 from shoal.planner.search import Search, search
+from shoal.planner.task import Choice, Estimate
 
 
 @cache
@@ -70,3 +72,18 @@ def test_the_correlation_of_ranks() -> None:
     assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
     assert spearman([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
     assert spearman([1.0, 1.0], [1.0, 2.0]) == 0
+
+
+@pytest.mark.fast
+def test_plans_at_even_distances_and_the_first_by_each_measurement_are_run() -> None:
+    def measured(**first: float) -> dict[Choice, Estimate]:
+        choices = [Choice(Spread(), microbatch) for microbatch in range(1, 10)]
+        return {
+            each: Estimate(each, {"compute": first.get(f"b{each.microbatch}", 1.0)}, {}, 0, 0, {}, 1)
+            for each in choices
+        }
+
+    found = thinned([measured(b2=0.5), measured(b8=0.5), measured(b2=0.4)], 3)
+    assert [key.microbatch for key in found] == [1, 2, 5, 8, 9]
+    assert found[Choice(Spread(), 8)].seconds == 1.0  # as it was first measured
+    assert len(thinned([measured()], 0)) == len(thinned([measured()], 50)) == 9
