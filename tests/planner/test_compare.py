@@ -36,7 +36,7 @@ SPENT = {"forward": 0.6, "backward": 1.1, "optimizer": 0.01, "data": 0.08, "othe
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rates = measure.Rates({"fp32": 1e8}, ((1.0, 0.8),), 1e9, 1e-6, 1e9, 0.0, 1.0, measure.time.time())
+    rates = measure.Rates({"fp32": 1e8}, ((1.0, 0.8),), 1e9, 1e-6, 2.0, 1e9, 0.0, 1.0, measure.time.time())
     monkeypatch.setattr(measure, "rates", lambda *_: rates)
     monkeypatch.setattr(answer, "probe", lambda _, task, __: task)  # whose factors would undo these rates
     (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 40)

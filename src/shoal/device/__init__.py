@@ -42,7 +42,7 @@ from shoal.device.memory import (
     to_host,
     total_memory,
 )
-from shoal.device.operations import measure_operations, measure_shortest
+from shoal.device.operations import measure_cold, measure_operations, measure_shortest
 from shoal.device.peak import measure_peak_flops
 from shoal.device.products import measure_products
 from shoal.device.settings import allocator
@@ -92,6 +92,7 @@ __all__ = [
     "is_own_failure",
     "keep_generators",
     "kind_of",
+    "measure_cold",
     "measure_operations",
     "measure_peak_flops",
     "measure_products",

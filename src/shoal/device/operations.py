@@ -3,6 +3,9 @@ modules around it in Python."""
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +16,8 @@ COUNTED = 5
 """Operations of a layer in forward, as the planner counts them: a norm, two products, an activation, an addition."""
 ALONE = 200
 """Operations one after the other."""
+COLD_LAYERS, COLD_TRIALS, SIDE, PRODUCTS = 2, 15, 512, 4
+"""Layers and trials where products come before, which have so many rows and columns; how many of them."""
 
 
 class _Layer(nn.Module):
@@ -39,6 +44,27 @@ def measure_operations(device: torch.device) -> float:
 
     work()  # the first one is not timed
     return quickest(device, TRIALS, work) / (3 * COUNTED * LAYERS)
+
+
+def measure_cold() -> float:
+    """How many times longer the operations of a few small layers keep a core that had large products before, and their
+    code and data in none of its caches, than where they are repeated: as what a step does once between the products of
+    a model."""
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Sequential(*(_Layer() for _ in range(COLD_LAYERS)))
+    x, square = torch.ones(1, WIDTH), torch.ones(SIDE, SIDE)
+
+    def busy(products: int) -> float:
+        for _ in range(products):
+            square @ square
+        began = time.thread_time()
+        model(x).sum().backward()
+        model.zero_grad()
+        return time.thread_time() - began
+
+    busy(0)  # the first one is not timed
+    repeated = min(busy(0) for _ in range(COLD_TRIALS))
+    return max(1.0, statistics.median(busy(PRODUCTS) for _ in range(COLD_TRIALS)) / repeated)
 
 
 def measure_shortest(device: torch.device) -> float:

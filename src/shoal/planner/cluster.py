@@ -45,6 +45,7 @@ class Device:
     - `backward`, `updating`: how many times longer backward and the update take than is counted
     - `crowd`: how many ranks share a core: these rates are of one while all of them compute
     - `slower`: how many times longer than measured all takes, as runs have said
+    - `cold`: how many times longer Python takes that comes once between products of the model
     """
 
     name: str
@@ -61,6 +62,7 @@ class Device:
     updating: float = 1.0
     crowd: float = 1.0
     slower: float = 1.0
+    cold: float = 1.0
 
     def share(self, operations: float) -> float:
         """The share of its peak that a product of so many operations reaches."""

@@ -48,7 +48,7 @@ NUMBERS = {
     "rate": ABOVE_0, "operations": ABOVE_0, "ranks": GROUP,
     "bandwidth": ABOVE_0, "latency": FROM_0, "launch": FROM_0, "reaches": SHARE, "streams": SHARE,
     "to_host": ABOVE_0, "disk": FROM_0, "update": ABOVE_0, "backward": ABOVE_0, "updating": ABOVE_0,
-    "slower": ABOVE_0, "crowd": FROM_1,
+    "slower": ABOVE_0, "crowd": FROM_1, "cold": FROM_1,
 }  # fmt: skip
 """What each numeric key of a file may be, but those of bytes."""
 TEXTS = {

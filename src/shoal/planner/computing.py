@@ -43,6 +43,14 @@ class Asked:
     recalling: float
 
 
+@dataclass(frozen=True)
+class Longer:
+    """How many times longer than counted what is computed and moved takes, and launches."""
+
+    work: float = 1.0
+    launches: float = 1.0
+
+
 HALVED, HALVED_TENSOR = 1.5, 4
 """Launches that Python takes of a host's cores for a backward in halves (pipeline/split_backward): for each operation,
 to find where the ways to inputs and to weights part, and for each parameter, to begin there. Measured, of a GPT, a
@@ -56,8 +64,13 @@ its caches. Measured, of a GPT, a Mixtral and a ResNet on four ranks of two core
 
 
 def python_of(device: Device) -> float:
-    """Seconds of Python for each launch that it is counted in."""
+    """Seconds of Python for each launch that it is counted in, where it comes often: for each parameter, say."""
     return device.launch * (CROWDED if device.crowd > 1 else 1)
+
+
+def python_once(device: Device) -> float:
+    """And where it comes once in a microbatch or a step, and finds nothing of its own in the caches."""
+    return python_of(device) * device.cold
 
 
 def asked_of(device: Device) -> Asked:
@@ -74,16 +87,25 @@ class Times:
     gradients: bool = False
 
 
+AS_COUNTED = Longer()
 FORWARD, BACKWARD = Times(1, 1, 1), Times(2, ATTENTION_BACKWARD, 2, gradients=True)
 UNADDED = Times(2, ATTENTION_BACKWARD, 2)
 """A backward whose gradients nobody adds up: what a loop of one microbatch has."""
 
 
 def seconds_of(
-    part: PartProfile, spread: Spread, rows: float, times: Times, device: Device, numbers: Numbers, compiled: bool
+    part: PartProfile,
+    spread: Spread,
+    rows: float,
+    times: Times,
+    device: Device,
+    numbers: Numbers,
+    compiled: bool,
+    longer: Longer = AS_COUNTED,
 ) -> float:
     """Seconds of `rows` rows on one rank of `spread`, with blocks as they are written, or `compiled`."""
-    work, launched = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
+    work, launched = work_and_launches(part, spread, rows, times, device, numbers, compiled)
+    work, launched = longer.work * work, longer.launches * launched
     return work + launched if device.on_host else max(work, launched)
 
 
@@ -111,11 +133,11 @@ def counted_again(
     device does and what the host launches are each summed with the backward's own, of which the longer counts."""
 
     def again(part: PartProfile, times: Times, asked: float) -> float:
-        more, called = _work_and_launches(part, spread, rows, times, device, numbers, compiled)
-        hooks = (asked_of(device).block + asked * part.packed.on(spread)) * python_of(device)
+        more, called = work_and_launches(part, spread, rows, times, device, numbers, compiled)
+        hooks = asked_of(device).block * python_once(device) + asked * part.packed.on(spread) * python_of(device)
         if device.on_host:
             return more + called + hooks
-        work, launched = _work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)
+        work, launched = work_and_launches(part, spread, rows, BACKWARD, device, numbers, compiled)
         return max(work + more, launched + called + hooks) - max(work, launched)
 
     some = math.fsum(again(part, _but(part, saved), asked_of(device).selecting) for part in blocks)
@@ -130,7 +152,7 @@ def _but(part: PartProfile, saved: Collection[str]) -> Times:
     return Times(min(1 - part.spared, 1 - kept), float("attention" not in saved), 1)
 
 
-def _work_and_launches(
+def work_and_launches(
     part: PartProfile, spread: Spread, rows: float, times: Times, device: Device, numbers: Numbers, compiled: bool
 ) -> tuple[float, float]:
     """Seconds of what is computed and moved, and of the launches."""

@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
-from shoal.planner.cluster import Device, Link, between
-from shoal.planner.computing import BACKWARD, FORWARD, UNADDED, Times, counted_again, seconds_of, whole_model
+from shoal.planner.cluster import Device, Link
+from shoal.planner.computing import (
+    AS_COUNTED,
+    BACKWARD,
+    FORWARD,
+    UNADDED,
+    Longer,
+    Times,
+    counted_again,
+    python_once,
+    seconds_of,
+    whole_model,
+)
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
+from shoal.planner.probed import ByRows
 from shoal.planner.profile import Message, PartProfile
 from shoal.planner.selected import results_kept, saved_names
 from shoal.planner.task import Task
@@ -23,6 +35,10 @@ COMPILING = 30.0
 """Seconds until a compiled block of a kind is compiled, there and back. Assumed."""
 REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk, of many."""
+
+MET = {"": 5, "experts": 12}
+"""Launches that Python takes of a host's cores for each call in a forward or backward, by what ranks divide: autograd's
+function around it, the books of the group, and what deals tokens out. Measured, on a GPT and a Mixtral."""
 
 Pairs = tuple[tuple[str, float], ...]
 """Seconds, or bytes, by what ranks divide."""
@@ -166,6 +182,10 @@ class Prices:
         return self._cluster.devices[max(range(len(self._alone)), key=self._alone.__getitem__)]
 
     @cached_property
+    def _probed(self) -> ByRows:
+        return ByRows(self.task, self.slowest)
+
+    @cached_property
     def speed_of_hosts(self) -> list[float]:
         """How fast the devices of each host are, relative to the slowest."""
         devices, slow = self._cluster.devices, max(self._alone)
@@ -189,20 +209,21 @@ class Prices:
         """Seconds of computing of a piece, forward and backward."""
         own = self.pieces[place]
 
-        def seconds(times: Times) -> float:
+        def seconds(times: Times, longer: Longer = AS_COUNTED) -> float:
             how = times, self.slowest, self.task.numbers
-            return math.fsum(seconds_of(each, spread, rows, *how, self.compiled and each.is_block) for each in own)
+            compiled = ((each, self.compiled and each.is_block) for each in own)
+            return math.fsum(seconds_of(each, spread, rows, *how, built, longer) for each, built in compiled)
 
-        there, back, *_ = self._probed(own, spread, rows)
-        backward = seconds(BACKWARD) + ((back - 1) * seconds(UNADDED) if back != 1 else 0.0)
-        return there * seconds(FORWARD), self.slowest.backward * backward
+        there, back, *_ = self._probed.of(own, spread, rows)
+        backward = seconds(BACKWARD) + (seconds(UNADDED, back) - seconds(UNADDED) if back != AS_COUNTED else 0.0)
+        return seconds(FORWARD, there), self.slowest.backward * backward
 
     def _recompute(self, place: int, spread: Spread, rows: float) -> tuple[float, float]:
         """Seconds of computing the blocks of a piece again, some and all of them."""
         blocks = [part for part in self.pieces[place] if part.is_block]
         how = self.slowest, self.task.numbers, self.compiled, saved_names(self.task.pins)
         counted = counted_again(blocks, spread, rows, *how)
-        _, _, some, full = self._probed(self.pieces[place], spread, rows)
+        _, _, some, full = self._probed.of(self.pieces[place], spread, rows)
         return some * counted[0], full * counted[1]
 
     def _spend(self, place: int, spread: Spread, rows: float) -> Spent:
@@ -217,16 +238,6 @@ class Prices:
         carried = _summed((kind(message), seconds * message.repeated) for message, seconds in sent)
         return {"none": (0.0, ()), "selective": (some, carried), "full": (full, carried)}
 
-    def _probed(self, own: Sequence[PartProfile], spread: Spread, rows: float) -> tuple[float, ...]:
-        """How many times longer than counted forward, backward and some and all of the blocks that are computed again
-        take, of as many rows as a rank has a share of: all of them, where ranks divide matrices, of which what comes
-        once with a microbatch is divided too."""
-        if not (probed := self.task.probed):
-            return (1.0,) * 4
-        whole, rowwise = math.fsum(part.products.value for part in own), spread._replace(parts=1)
-        share = math.fsum(part.products.on(rowwise) for part in own) / whole if whole else 1.0
-        return tuple(between([(each[0], each[place]) for each in probed], share * rows) for place in range(1, 5))
-
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
         """The messages of a forward that take time, and how much."""
         messages = (message for part in parts for message in part.messages)
@@ -238,7 +249,8 @@ class Prices:
         if ranks == 1:
             return 0.0
         link = self._cluster.link(spread.stride(kind(message)), ranks, message.operation)
-        return link.seconds(message.operation, payload, ranks, calls)
+        python = MET.get(kind(message), MET[""]) * python_once(self.slowest) * self.slowest.on_host
+        return link.seconds(message.operation, payload, ranks, calls) + calls * python
 
     def _has_same_links(self, spread: Spread) -> bool:
         """Whether stages of these degrees send over the same links as in the task that is known."""

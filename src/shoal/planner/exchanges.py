@@ -10,7 +10,7 @@ from shoal.exchange.named import algorithm
 from shoal.exchange.sends import Sends
 from shoal.exchange.tuning import LARGEST, SMALLEST, best_size
 from shoal.planner.cluster import Device, Link
-from shoal.planner.computing import python_of
+from shoal.planner.computing import python_of, python_once
 from shoal.planner.costs import REDUCED_AT_ONCE, Prices, Sizes
 from shoal.planner.held import Held, Tied, copies, elements, in_common, is_cut, on_one_host, resting
 from shoal.planner.pipes import THERE_AND_BACK
@@ -59,8 +59,9 @@ def exchanged(
     early = total + once - late + gathered + (0.0 if device.on_host else coding)
     waits = cluster.contention * min(early, hidden) + late + shared
     waits += gathered * GATHERED_FIRST + paused + (coding if device.on_host else 0.0)
-    if passes and device.on_host:
-        waits += gathers * HOOKS * python_of(device)
+    if device.on_host:
+        handed = again * sum(calls) * (sends.share > 0)
+        waits += (HOOKS * gathers * passes + HANDED * handed) * python_once(device)
     at_once = 0.0 if sends.beside else _at_once(prices, own, total / again, cluster.overlap * window[0]) - late
     return max(0.0, early - hidden, at_once) + waits, {"copies": wire}
 
@@ -125,8 +126,9 @@ def sends_of(prices: Prices, choice: Choice) -> Sends:
 
 GATHERED_FIRST = 0.1
 """The share of gathers that nothing hides: of the first chunk of a forward, and of a backward."""
-HOOKS = 4
-"""Launches that the hooks of one gather take of a host's cores (chunks/gather)."""
+HOOKS, HANDED = 4, 10
+"""Launches that Python takes of a host's cores for the hooks of one gather (chunks/gather), and for a chunk of gradients
+that is handed to another thread and exchanged there (comm/lane). Measured, of the latter, on a GPT and a Mixtral."""
 WATCHED, WATCHED_EACH, WATCHED_TENSOR = 50, 1.4, 9
 """Launches that Python takes of a host's cores where weights are at home elsewhere: those of a microbatch, and of it
 for each operation, which saves something for backward, and for each parameter (chunks/gather, chunks/saved). Measured,
@@ -134,7 +136,7 @@ on GPTs of 1 to 8 layers of next to no width, Mixtrals of 1 to 4, and a ResNet."
 PAGED, PAGED_TENSOR = 350, 12
 """And where the state lies on a disk, those of a step, and of it for each parameter (optim/tiers/pager). Measured on
 the same."""
-STEP, STEP_TENSOR, STEP_STATISTICS, MICROBATCH = 60, 2.2, 10, 60
+STEP, STEP_TENSOR, STEP_STATISTICS, MICROBATCH = 30, 2.2, 10, 50
 """Launches that Python takes of a host's cores in a step of the engine, for each parameter that is trained, and for
 each layer whose statistics of batches replicas merge; and in each of its microbatches, beside a plain loop and the
 hooks of parameters. Measured, on GPTs of next to no width and a ResNet."""
@@ -171,8 +173,8 @@ def moved(
     seconds = nbytes / cluster.to_host
     if not device.on_host:
         return seconds, 0.0
-    watching = WATCHED + WATCHED_EACH * own.calls + WATCHED_TENSOR * own.tensors
-    return 0.0, number * watching * launching(device) + seconds
+    often = WATCHED_EACH * own.calls + WATCHED_TENSOR * own.tensors
+    return 0.0, number * launching(device, WATCHED, often) + seconds
 
 
 def exposed(prices: Prices, moving: float, window: float) -> float:
@@ -199,7 +201,7 @@ def updated(prices: Prices, choice: Choice, own: Sizes, tied: Tied, has: Held) -
     if numbers.master and not device.on_host and choice.offload.disk is None:
         on_host = min(on_host, there + pages / cluster.to_host)  # both ways at once
     disk = 2 * has.paged * pages / cluster.disk if has.paged else 0.0
-    paging = (PAGED + PAGED_TENSOR * own.tensors) * launching(device) if has.paged and device.on_host else 0.0
+    paging = launching(device, PAGED, PAGED_TENSOR * own.tensors) if has.paged and device.on_host else 0.0
     return has.stays * there + max((1 - has.stays) * on_host, disk) + paging
 
 
@@ -218,9 +220,10 @@ def met(prices: Prices, choice: Choice) -> tuple[float, float]:
     return link.seconds("all_reduce", nbytes / spread.replicas, 2), nbytes if spread.replicas == 1 else 0.0
 
 
-def launching(device: Device) -> float:
-    """Seconds of a launch beside computing, whatever was learned of that."""
-    return python_of(device) / device.slower
+def launching(device: Device, once: float, often: float) -> float:
+    """Seconds of Python of so many launches, beside computing, whatever was learned of that: of those that come `once`
+    in a step or a microbatch, and `often`."""
+    return (once * python_once(device) + often * python_of(device)) / device.slower
 
 
 def agreed(prices: Prices, choice: Choice, number: int) -> float:
@@ -237,6 +240,5 @@ def agreed(prices: Prices, choice: Choice, number: int) -> float:
         seconds += cluster.link(spread.stride(what), ranks).seconds("all_reduce", 0.0, ranks, calls)
     ends = 4 * (spread.stages * choice.chunks - 1) / spread.stages  # of messages of a microbatch, both ways
     of_all = STEP_TENSOR * prices.tensors + STEP_STATISTICS * statistics.layers * (replicas > 1)
-    of_a_step = STEP + of_all / spread.stages
-    of_a_microbatch = choice.chunks * MICROBATCH + ends * MESSAGE
-    return seconds + device.on_host * (of_a_step + number * of_a_microbatch) * launching(device)
+    once = STEP + number * (choice.chunks * MICROBATCH + ends * MESSAGE)
+    return seconds + device.on_host * launching(device, once, of_all / spread.stages)

@@ -24,6 +24,7 @@ from shoal.device import (
     hardware_name,
     is_accelerator,
     kind_of,
+    measure_cold,
     measure_operations,
     measure_products,
     measure_shortest,
@@ -52,7 +53,7 @@ class Rates:
     - `flops`: operations a second of its best products, by format
     - `reached`: shares of that which products of the format that was asked for reach, by the operations of one
     - `bandwidth`: bytes a second of other operations; `launch`: seconds of one beside its work, with autograd's part
-      and that of the modules around it
+      and that of the modules around it; `cold`: how many times longer that is where it comes once, after products
     - `to_host`: bytes a second that are copied between its memory and the host's; `disk`: written and read again
     - `took`, `at`: seconds that measuring took, and when it was, in Unix time
     """
@@ -61,6 +62,7 @@ class Rates:
     reached: tuple[tuple[float, float], ...]
     bandwidth: float
     launch: float
+    cold: float
     to_host: float
     disk: float
     took: float
@@ -96,6 +98,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     log.info("measuring what this device reaches, once a month: it takes a few seconds")
     began = time.perf_counter()
     bandwidth, launch, alone = _bandwidth(device), measure_operations(device), measure_shortest(device)
+    cold = 1.0 if is_accelerator(device) else measure_cold()
     rows = measure_products(device, dtype)
     flops = {_format(dtype): max(operations / seconds for operations, seconds in rows)}
     for other in ON_DEVICE if is_accelerator(device) else ON_HOST:
@@ -106,7 +109,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     reached = _shares(rows, flops[_format(dtype)], dtype.itemsize, bandwidth, 0.0 if is_accelerator(device) else alone)
     copies, disk = _copies(device), _disk()
     forget_most_allocated(device)  # nothing of this is part of a run's peak
-    return Rates(flops, reached, bandwidth, launch, copies, disk, time.perf_counter() - began, time.time())
+    return Rates(flops, reached, bandwidth, launch, cold, copies, disk, time.perf_counter() - began, time.time())
 
 
 def _format(dtype: torch.dtype) -> str:
@@ -232,6 +235,7 @@ def here(
         update / forward,
         crowd,
         forward,
+        found.cold,
     )
     told = sorted((each for each in (groups, known) if each is not None), key=lambda each: each.at)
     inside = newest(reach for each in told for reach in each.inside)
