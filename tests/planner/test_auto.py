@@ -135,7 +135,9 @@ def test_a_job_without_a_plan_is_searched_where_another_plan_could_gain(
     settled: Callable[..., Settled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks, 1e12 FLOP/s, 8e9 bytes/s: an exchange of 4 bytes and an update of 32 an element."""
-    monkeypatch.setattr(gain, "rates", lambda *_: Rates({"fp32": 1e12}, ((1e9, 1.0),), 8e9, 0.0, 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(
+        gain, "rates", lambda *_: Rates({"fp32": 1e12}, ((1e9, 1.0),), 8e9, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    )
     own = replace(at_size(settled(d_model=128), Sizes(2, 2)), total=10**6)
     elements = sum(each.numel() for each in own.model.factory().parameters())
     spared = 4 * elements / 1e9 + 32 * elements / 8e9

@@ -84,7 +84,7 @@ KEYS = {
         "inside.bandwidth",
     ],
     "0 or a number above it": ["launch", "disk", "price", "watts", "inside.latency"],
-    "1 or a number above it": ["crowd"],
+    "1 or a number above it": ["crowd", "cold"],
     "a share, above 0 and at most 1": ["reaches", "streams"],
     "a whole number from 1 to": ["number", "count"],
     "byte": ["device_memory", "memory"],
@@ -226,7 +226,7 @@ def test_small_products_reach_less() -> None:
 def test_a_measured_cluster_comes_back_from_its_file(tmp_path: Path) -> None:
     reached = (Reach("all_reduce", 2, 1e-3, 1e8), Reach("send", 2, 1e-4, 2e8))
     device = Device('cores of "this" host', {"fp32": 5e10, "bf16": 1e9}, 2**33, 1e10, 0.8, 1.0, 1e-6, "measured", True,
-                    ((1e6, 0.25), (1e9, 0.8)), 1.25, 0.5, 2.0)  # fmt: skip
+                    ((1e6, 0.25), (1e9, 0.8)), 1.25, 0.5, 2.0, 1.5, 2.5)  # fmt: skip
     host = Host(device, 2, Link(1e-5, 2e9, reached), 2**33, 5e9, 1e9, 2e10)
     made = Cluster("mine", (host, host), Link(1e-4, 1e9), 0.3, 0.75, 0.125, 0.0625, said=("measured",))
     write_cluster(tmp_path / "mine.toml", made)

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shoal.planner.computing import ADDED, BACKWARD, FORWARD, ON_ACCELERATOR, ON_CORES, counted_again, seconds_of
+from shoal.planner.costs import MET
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import (
+    HANDED,
     MESSAGE,
     MICROBATCH,
     STEP,
@@ -16,10 +18,11 @@ from shoal.planner.exchanges import (
     STEP_TENSOR,
     WATCHED,
     WATCHED_EACH,
+    chunks,
 )
 from shoal.planner.profile import Cut
 from shoal.planner.search import Search
-from shoal.planner.task import Choice, Offload
+from shoal.planner.task import Choice, Offload, Task
 from shoal.planner.trace import Statistics
 from tests.planner.models import model, part, task
 
@@ -76,12 +79,40 @@ def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_else
     choice = Choice(Spread(stages=2, copies=4), 2, offload=Offload())
     terms = list[dict[str, float]]()
     for launch in (0.0, 1e-3):
-        device = replace(host.device, launch=launch, on_host=True)
+        device = replace(host.device, launch=launch, on_host=True, cold=3.0)
         on = replace(asked.cluster, hosts=(replace(host, device=device),) * 2)
         terms.append(Search(replace(asked, cluster=on)).estimate(choice).terms)
     watched = terms[1]["offload"] - terms[0]["offload"]
-    assert watched == pytest.approx(2 * (WATCHED + 50 * WATCHED_EACH) * 1e-3, rel=0.1)
-    engine = (
-        STEP + (STEP_TENSOR * Search(asked).prices.tensors + STEP_STATISTICS * 3) / 2 + 2 * (MICROBATCH + 2 * MESSAGE)
-    )
+    assert watched == pytest.approx(2 * (3 * WATCHED + 50 * WATCHED_EACH) * 1e-3, rel=0.1)
+    once, often = STEP + 2 * (MICROBATCH + 2 * MESSAGE), STEP_TENSOR * Search(asked).prices.tensors
+    engine = 3 * once + (often + STEP_STATISTICS * 3) / 2
     assert terms[1]["other"] - terms[0]["other"] == pytest.approx(engine * 1e-3)
+
+
+def on_cores(asked: Task, cold: float) -> Search:
+    """As asked, of cores that take a millisecond a launch."""
+    host = asked.cluster.hosts[0]
+    device = replace(host.device, launch=1e-3, on_host=True, cold=cold)
+    return Search(replace(asked, cluster=replace(asked.cluster, hosts=(replace(host, device=device),) * 2)))
+
+
+def test_calls_inside_of_a_model_take_python_of_cores():
+    """Two of a block by ranks that divide matrices, there and back."""
+    spread = Spread(parts=2)
+    warm, cold = (on_cores(task(), factor).prices.spent(1, spread, 1) for factor in (1.0, 3.0))
+    assert cold.forward - warm.forward == pytest.approx(2 * MET[""] * 2e-3)
+    assert cold.backward - warm.backward == pytest.approx(2 * MET[""] * 2e-3)
+    assert cold.sent_forward == warm.sent_forward, "what is sent takes as long"
+    alone = [on_cores(task(), factor).prices.spent(1, Spread(), 1) for factor in (1.0, 3.0)]
+    assert alone[0] == alone[1]
+    again = [on_cores(task(), factor).prices.again(1, spread, 1)["full"][0] for factor in (1.0, 3.0)]
+    calls = 2 * MET[""] * task().profile.parts[1].messages[0].repeated
+    assert again[1] - again[0] == pytest.approx((calls + ON_CORES.block) * 2e-3)
+
+
+def test_each_chunk_of_gradients_takes_python_of_cores():
+    asked, choice = task(rows=8), Choice(Spread(copies=8), 1)
+    warm, cold = (on_cores(asked, factor).estimate(choice).terms["copies"] for factor in (1.0, 3.0))
+    elements = sum(each.trained.value for each in asked.profile.parts)
+    number = chunks(asked.numbers.gradient * elements, asked.cluster.link(1, 8), 8)
+    assert number > 1 and cold - warm == pytest.approx(number * HANDED * 2e-3)

@@ -91,7 +91,7 @@ def test_what_was_learned_is_of_as_many_ranks_and_not_for_ever(cache: Path) -> N
 @pytest.mark.fast
 def test_predictions_take_what_was_learned(cache: Path, monkeypatch: Any) -> None:
     now = measure.time.time()
-    rates = measure.Rates({"fp32": 1e9}, ((1e6, 0.5), (1e9, 0.8)), 2e9, 1e-6, 1e9, 5e8, 2.0, now)
+    rates = measure.Rates({"fp32": 1e9}, ((1e6, 0.5), (1e9, 0.8)), 2e9, 1e-6, 2.5, 1e9, 5e8, 2.0, now)
     monkeypatch.setattr(measure, "rates", lambda *_: rates)
     monkeypatch.setattr(kept.os, "cpu_count", lambda: 2)
     old = (Reach("all_reduce", 2, 1e-3, 1e8), Reach("all_gather", 2, 1e-3, 1e8))
@@ -104,7 +104,7 @@ def test_predictions_take_what_was_learned(cache: Path, monkeypatch: Any) -> Non
     found = measure.here(2, 2, torch.float32, CPU, groups)
     device = found.hosts[0].device
     assert device.flops == {"fp32": 0.5e9} and (device.backward, device.updating) == (1.5, 0.5)
-    assert device.launch == 2e-6 and (found.step, found.data) == (0.25, 0.125)
+    assert (device.launch, device.cold) == (2e-6, 2.5) and (found.step, found.data) == (0.25, 0.125)
     assert found.hosts[0].inside.seconds("all_reduce", 2e8, 2) == pytest.approx(1 + 5e-4)
     assert found.hosts[0].inside.seconds("all_gather", 1e8, 2) == pytest.approx(1 + 1e-3)
     assert "learned from run" in found.said[1]

@@ -19,13 +19,15 @@ from shoal.planner import Subject, kept, running
 from shoal.planner import probe as module
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import between
+from shoal.planner.computing import FORWARD, Longer, seconds_of
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import here
 from shoal.planner.probe import probe, run_together
+from shoal.planner.probed import ByRows, Factors
 from shoal.planner.profile import profile
 from shoal.planner.running import Ran
 from shoal.planner.search import Search
-from shoal.planner.task import Choice, Task
+from shoal.planner.task import Choice, Probed, Task
 from shoal.precision import precision
 from tests.planner.models import cluster
 from tests.planner.models import task as made
@@ -361,14 +363,29 @@ def test_what_backward_computes_again_of_rows_that_were_not_timed_is_on_the_line
     assert found[8] == pytest.approx(of(8, 8.0, 20.0)), "no less of more rows; in proportion where only one was timed"
 
 
-def test_ranks_that_divide_tokens_take_as_long_a_row_as_of_fewer_rows_and_those_that_divide_matrices_as_of_all():
-    """Of 8 rows a GPT on four ranks that share its matrices was predicted as of two, a quarter to a third too slow."""
-    factors = ((2, 8.0, 6.0, 4.0, 2.0), (4, 4.0, 3.0, 2.0, 1.0))
-    prices = Search(replace(made(), probed=factors)).prices
-    own = prices.pieces[1]
-    assert prices._probed(own, Spread(parts=2), 4) == prices._probed(own, Spread(), 4) == factors[1][1:]
-    assert prices._probed(own, Spread(tokens=2), 4) == prices._probed(own, Spread(parts=2, tokens=2), 4)
-    assert prices._probed(own, Spread(tokens=2), 4) == factors[0][1:]
+def test_ranks_that_divide_tokens_take_as_long_a_row_as_of_fewer_rows():
+    factors = Probed(2, 8.0, 6.0, 4.0, 2.0), Probed(4, 4.0, 3.0, 2.0, 1.0)
+    task = replace(made(), probed=factors)
+    by_rows, own = ByRows(task, task.cluster.devices[0]), Search(task).prices.pieces[1]
+    assert by_rows.of(own, Spread(), 4) == Factors(Longer(4.0, 4.0), Longer(3.0, 3.0), 2.0, 1.0)
+    assert by_rows.of(own, Spread(tokens=2), 4) == Factors(Longer(8.0, 8.0), Longer(6.0, 6.0), 4.0, 2.0)
+
+
+@pytest.mark.parametrize(("cold", "launched"), [(40.0, 3.0), (1.5, 1.5), (1.0, 1.0)])
+def test_each_rank_of_those_that_divide_matrices_launches_all_and_has_a_share_of_the_work(cold, launched):
+    """A forward of all 80 operations takes 3 s and 1 s a row, where a launch is said to take 1/80 s: no more of the 3 s
+    are launches than 80 of them take where each comes once."""
+    asked = made()
+    device = replace(asked.cluster.devices[0], launch=1 / 80, on_host=True, cold=cold)
+    parts, how = asked.profile.parts, (device, asked.numbers, False)
+
+    def counted(rows: int) -> float:
+        return sum(seconds_of(part, Spread(), rows, FORWARD, *how) for part in parts)
+
+    probed = tuple(Probed(rows, (3 + rows) / counted(rows), 1.0, 1.0, 1.0) for rows in (2, 4))
+    longer = ByRows(replace(asked, probed=probed), device).of(parts, Spread(parts=4), 4).forward
+    taken = sum(seconds_of(part, Spread(parts=4), 4, FORWARD, *how, longer) for part in parts)
+    assert taken == pytest.approx(launched + (3 + 4 - launched) / 4)
 
 
 def test_between_two_numbers_of_rows_factors_follow_the_logarithm():

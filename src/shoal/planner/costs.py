@@ -6,7 +6,7 @@ alpha-beta times over rings (`Link.seconds`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -29,6 +29,7 @@ from shoal.planner.pieces import grouped, kind, sent
 from shoal.planner.probed import ByRows
 from shoal.planner.profile import Message, PartProfile
 from shoal.planner.selected import results_kept, saved_names
+from shoal.planner.sizes import Sizes
 from shoal.planner.task import Task
 
 COMPILING = 30.0
@@ -53,44 +54,6 @@ class Spent:
     backward: float
     sent_forward: Pairs
     sent_backward: Pairs
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of
-    experts), and bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most
-    that one piece saves without recompute, `again`: that one block does; `in_use`: elements of the largest part,
-    `tensor`: of the largest parameter; `calls`: operations of a forward; `tensors`: parameters that are trained;
-    `waiting`: trained elements of the largest stage of a rank but its last."""
-
-    weights: float
-    trained: float
-    experts: float
-    saved: dict[str, float]
-    boundary: float
-    largest: float
-    again: float
-    in_use: float
-    tensor: float
-    calls: float
-    tensors: int
-    waiting: float = 0.0
-
-    def frees(self, policy: str) -> float:
-        """Bytes of a row that recompute frees."""
-        return self.saved["none"] - self.saved[policy]
-
-
-def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
-    """The sizes of so many of each, of which the first is called first."""
-    summed = ("weights", "trained", "experts", "calls", "tensors")
-    total = {name: sum(getattr(each, name) * number for each, number in sizes) for name in summed}
-    most = {name: max(getattr(each, name) for each, _ in sizes) for name in ("largest", "again", "in_use", "tensor")}
-    saved = {policy: sum(each.saved[policy] * number for each, number in sizes) for policy in POLICIES}
-    return Sizes(saved=saved, boundary=sizes[0][0].boundary, **total, **most)
-
-
-POLICIES = ("none", "selective", "full")
 
 
 class Prices:
@@ -227,15 +190,20 @@ class Prices:
         return some * counted[0], full * counted[1]
 
     def _spend(self, place: int, spread: Spread, rows: float) -> Spent:
-        sent = self._carried(self.pieces[place], spread, rows)
+        own, (forward, backward) = self.pieces[place], self._computed(place, spread, rows)
+        sent = self._carried(own, spread, rows)
         there = _summed((kind(message), seconds) for message, seconds in sent)
         back = _summed((kind(message), seconds * message.again) for message, seconds in sent)
-        return Spent(*self._computed(place, spread, rows), there, back)
+        forward += self._called(own, spread, rows, lambda message: 1.0)
+        return Spent(forward, backward + self._called(own, spread, rows, lambda message: message.again), there, back)
 
     def _repeat(self, place: int, spread: Spread, rows: float) -> dict[str, tuple[float, Pairs]]:
         some, full = self._recomputed(place, spread, rows)
-        sent = self._carried([part for part in self.pieces[place] if part.is_block], spread, rows)
+        blocks = [part for part in self.pieces[place] if part.is_block]
+        sent = self._carried(blocks, spread, rows)
         carried = _summed((kind(message), seconds * message.repeated) for message, seconds in sent)
+        called = self._called(blocks, spread, rows, lambda message: message.repeated)
+        some, full = some + called, full + called
         return {"none": (0.0, ()), "selective": (some, carried), "full": (full, carried)}
 
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
@@ -249,8 +217,17 @@ class Prices:
         if ranks == 1:
             return 0.0
         link = self._cluster.link(spread.stride(kind(message)), ranks, message.operation)
-        python = MET.get(kind(message), MET[""]) * python_once(self.slowest) * self.slowest.on_host
-        return link.seconds(message.operation, payload, ranks, calls) + calls * python
+        return link.seconds(message.operation, payload, ranks, calls)
+
+    def _called(
+        self, parts: Sequence[PartProfile], spread: Spread, rows: float, times: Callable[[Message], float]
+    ) -> float:
+        """Seconds of Python for the calls of `parts`, each message so many `times`."""
+        if not self.slowest.on_host:
+            return 0.0
+        every = ((each, *sent(each, spread, rows)[:2]) for part in parts for each in part.messages)
+        launches = (MET.get(kind(each), MET[""]) * calls * times(each) for each, ranks, calls in every if ranks > 1)
+        return math.fsum(launches) * python_once(self.slowest)
 
     def _has_same_links(self, spread: Spread) -> bool:
         """Whether stages of these degrees send over the same links as in the task that is known."""

@@ -12,12 +12,12 @@ from shoal.errors import UserError
 from shoal.planner.bought import bought
 from shoal.planner.choices import island, with_tier
 from shoal.planner.cluster import Host
-from shoal.planner.costs import together
 from shoal.planner.degrees import Spread
 from shoal.planner.held import resting
 from shoal.planner.longer import longer
 from shoal.planner.profile import Profile, deepened
 from shoal.planner.search import Search, search
+from shoal.planner.sizes import together
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
 
 MOST = 1 << 12

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from shoal.chunks.gradient_pool import BUFFERS as LOANS
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.optim.tiers.pager import BUFFERS as PAGES
-from shoal.planner.costs import Prices, Sizes
+from shoal.planner.costs import Prices
 from shoal.planner.degrees import Spread
+from shoal.planner.sizes import Sizes
 from shoal.planner.task import Choice
 from shoal.planner.temporaries import Lives
 

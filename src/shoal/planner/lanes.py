@@ -12,10 +12,11 @@ from operator import is_
 
 from shoal.module.chosen_blocks import over_budget
 from shoal.planner.computing import HALVED, HALVED_TENSOR, python_of
-from shoal.planner.costs import POLICIES, Prices, Sizes, together
+from shoal.planner.costs import Prices
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
 from shoal.planner.pipes import Pace, cut, fill, longer_by, slowest
+from shoal.planner.sizes import POLICIES, Sizes, together
 from shoal.planner.task import Choice
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.module.chosen_blocks import chosen_blocks
 from shoal.plan import option_name, option_parameters
-from shoal.planner.costs import POLICIES
+from shoal.planner.sizes import POLICIES
 from shoal.planner.task import Choice, Task
 
 _SEVERAL = {"blocks": POLICIES, "budget": ("none", "full")}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import mul
 from typing import NamedTuple
 
-from shoal.planner.costs import Prices, Sizes, together
+from shoal.planner.costs import Prices
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import agreed
 from shoal.planner.held import Tied, standing, tied_elements
@@ -19,6 +19,7 @@ from shoal.planner.once import once
 from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
 from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
+from shoal.planner.sizes import Sizes, together
 from shoal.planner.task import EXACT, Choice, Offload, Task
 from shoal.planner.temporaries import Lives
 
