@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.planner.computing import ADDED, BACKWARD, FORWARD, ON_ACCELERATOR, ON_CORES, counted_again, seconds_of
-from shoal.planner.costs import MET
+from shoal.planner.costs import MET, SELECTED
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import (
     HANDED,
@@ -108,6 +108,16 @@ def test_calls_inside_of_a_model_take_python_of_cores():
     again = [on_cores(task(), factor).prices.again(1, spread, 1)["full"][0] for factor in (1.0, 3.0)]
     calls = 2 * MET[""] * task().profile.parts[1].messages[0].repeated
     assert again[1] - again[0] == pytest.approx((calls + ON_CORES.block) * 2e-3)
+
+
+def test_where_torch_asks_of_each_operation_it_asks_of_those_of_a_call_too():
+    """Two calls of a block by ranks that divide matrices, in its forward and as often again."""
+    prices, message = on_cores(task(), 1.0).prices, task().profile.parts[1].messages[0]
+    computed, _ = prices._recompute(1, Spread(parts=2), 1)
+    again = prices.again(1, Spread(parts=2), 1)
+    launches = 2 * message.repeated * MET[""] + 2 * (1 + message.repeated) * SELECTED
+    assert again["selective"][0] - computed == pytest.approx(launches * 1e-3)
+    assert prices.again(1, Spread(), 1)["selective"][0] == prices._recompute(1, Spread(), 1)[0]
 
 
 def test_each_chunk_of_gradients_takes_python_of_cores():

@@ -20,6 +20,7 @@ from shoal.planner.computing import (
     Longer,
     Times,
     counted_again,
+    python_of,
     python_once,
     seconds_of,
     whole_model,
@@ -40,6 +41,9 @@ REDUCED_AT_ONCE = 0.05
 MET = {"": 5, "experts": 12}
 """Launches that Python takes of a host's cores for each call in a forward or backward, by what ranks divide: autograd's
 function around it, the books of the group, and what deals tokens out. Measured, on a GPT and a Mixtral."""
+SELECTED = 70
+"""And for each in a block where torch asks of every operation, and of those that the call itself makes, whether to
+keep what it gives. Measured on the same, cut by matrices, tokens and both."""
 
 Pairs = tuple[tuple[str, float], ...]
 """Seconds, or bytes, by what ranks divide."""
@@ -203,7 +207,8 @@ class Prices:
         sent = self._carried(blocks, spread, rows)
         carried = _summed((kind(message), seconds * message.repeated) for message, seconds in sent)
         called = self._called(blocks, spread, rows, lambda message: message.repeated)
-        some, full = some + called, full + called
+        calls = math.fsum(number * (1 + message.repeated) for message, number in self._calls(blocks, spread, rows))
+        some, full = some + called + SELECTED * calls * python_of(self.slowest), full + called
         return {"none": (0.0, ()), "selective": (some, carried), "full": (full, carried)}
 
     def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
@@ -223,11 +228,14 @@ class Prices:
         self, parts: Sequence[PartProfile], spread: Spread, rows: float, times: Callable[[Message], float]
     ) -> float:
         """Seconds of Python for the calls of `parts`, each message so many `times`."""
-        if not self.slowest.on_host:
-            return 0.0
-        every = ((each, *sent(each, spread, rows)[:2]) for part in parts for each in part.messages)
-        launches = (MET.get(kind(each), MET[""]) * calls * times(each) for each, ranks, calls in every if ranks > 1)
-        return math.fsum(launches) * python_once(self.slowest)
+        every = self._calls(parts, spread, rows)
+        launches = math.fsum(MET.get(kind(each), MET[""]) * number * times(each) for each, number in every)
+        return launches * python_once(self.slowest)
+
+    def _calls(self, parts: Sequence[PartProfile], spread: Spread, rows: float) -> list[tuple[Message, float]]:
+        """The messages of a forward that Python of a host's cores sends, and how many calls each is."""
+        every = ((each, *sent(each, spread, rows)) for part in parts for each in part.messages)
+        return [(each, calls) for each, ranks, calls, _ in every if ranks > 1 and self.slowest.on_host]
 
     def _has_same_links(self, spread: Spread) -> bool:
         """Whether stages of these degrees send over the same links as in the task that is known."""

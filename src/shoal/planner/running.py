@@ -29,7 +29,7 @@ ENOUGH, TIMES = 0.3, 4
 """Seconds of a forward and backward after which no others are tried, and how many times as many rows are tried next.
 After the first half as many: of one number of rows alone it is not known what comes once, whatever their number, and
 many of them would be taken for twice as long as they are."""
-ROUNDS, LONGEST = 6, 3.0
+ROUNDS, LONGEST = 12, 3.0
 """Microbatches of so many rows that are timed, by each way, and seconds after which no more are begun, but for the
 first of them: the one before, which warms up, may itself take so long."""
 WAYS = ("selective", "full")
