@@ -51,7 +51,7 @@ class ByRows:
         comes once; the work is the rest."""
         work, launches = self._counted(times, rows)
         seconds = self._at(place, rows) * (work + launches)
-        if len(self._task.probed) == 1:
+        if len(self._task.probed) == 1 or not work or not launches:
             return Longer(self._at(place, rows), self._at(place, rows))
         (less, some), (more, others) = (
             (each.rows, each[place] * sum(self._counted(times, each.rows))) for each in self._task.probed[:2]
