@@ -37,8 +37,9 @@ while True:
     told = []
     control.leave_by(told.append)
     if place.rank == place.size - 1:
-        if sys.argv[1] == "lonely":
-            control.send(Left(place.generation, 7, True, False))
+        if sys.argv[1] in ("lonely", "unable"):
+            unable = "2 ranks cannot" if sys.argv[1] == "unable" else ""
+            control.send(Left(place.generation, 7, True, bool(unable), unable=unable))
             continue
         if sys.argv[1] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -104,6 +105,7 @@ def left(crew: Crew, seconds: float = 60.0) -> Report:
         pytest.param("wait", HALT, "stopped", "", 2, marks=pytest.mark.matrix),
         ("full", SAVED, "stopped", "No space left on device", 2),
         pytest.param("wait", END, "stopped", "", 0, marks=pytest.mark.matrix),
+        ("unable", None, "unable", "2 ranks cannot", 2),
     ],
 )
 def test_how_ranks_leave_a_generation_is_reported(crew, what, how, outcome, said, ranks, capfd):

@@ -14,6 +14,7 @@ from shoal.elastic.events import (
     HALT,
     NOW,
     SAVE,
+    UNABLE,
     Asked,
     Decision,
     Draining,
@@ -39,6 +40,7 @@ from shoal.elastic.events import (
 from shoal.elastic.journal import replay
 from shoal.elastic.membership import DEPOSED, OVER, RUNNING, STOPPING, Membership
 from shoal.elastic.quorum import outnumbered
+from shoal.elastic.waiting import why_it_waits
 from shoal.errors import UserError
 
 pytestmark = pytest.mark.fast
@@ -102,6 +104,33 @@ def test_a_killed_rank_puts_nobody_aside_but_one_that_comes_no_further_ends_the_
     for number in range(4, 7):
         decisions = apply(machine, ended(2.0, "a", number, "killed", 4, step=3, ranks=2, holds=True))
     assert decisions == [Finish(4, "3 generations in a row failed without a further step. The last: it failed")]
+
+
+def test_who_makes_the_ranks_too_many_waits_until_the_others_are_more_or_some_time_has_passed():
+    def unable(time: float, name: str, holds: bool = True) -> Ended:
+        return Ended(time, name, machine.generation.number, UNABLE, 0, 9, "3 cannot go on", 1, holds)
+
+    machine = running("a", "b")
+    assert apply(machine, joined(2.0, "c"), Tick(3.0)) == [Stop(1, HALT, "c joins")]
+    stopped = (ended(3.0, name, 1, step=9, holds=True) for name in "ab")
+    assert formed(apply(machine, *stopped)).names == ["a", "b", "c"]
+    assert apply(machine, unable(4.0, "a")) == [Stop(2, NOW, "ranks of a ended: 3 cannot go on")]
+    generation = formed(apply(machine, unable(4.0, "b"), ended(4.0, "c", 2)))
+    assert generation.names == ["a", "b"] and generation.live and generation.step == 9
+    assert why_it_waits(machine, "c").startswith("3 rank(s) with those of c could not go on")
+    assert apply(machine, Tick(6.0), Tick(200.0)) == [], "it is not asked again"
+    assert apply(machine, joined(201.0, "d"), Tick(202.0)) == [Stop(3, HALT, "c joins, d joins")]
+    stopped = (ended(202.0, name, 3, step=20, holds=True) for name in "ab")
+    assert formed(apply(machine, *stopped)).size == 4
+    assert apply(machine, Left(203.0, "d", "it broke", True)) == [Stop(4, NOW, "d is gone")]
+    lost = (ended(203.0, name, 4, "lost", step=30, holds=True) for name in "abc")
+    assert formed(apply(machine, *lost)).names == ["a", "b", "c"], "who has the state goes on, if only to wait"
+    alone = running("a", limits=Limits(minimum=1))
+    assert apply(alone, joined(2.0, "b"), Tick(3.0)) == [Stop(1, HALT, "b joins")]
+    apply(alone, ended(3.0, "a", 1, step=9, holds=True))
+    machine = alone
+    assert formed(apply(alone, unable(4.0, "a"), ended(4.0, "b", 2))).names == ["a"]
+    assert alone.due(305.0) and apply(alone, Tick(305.0)) == [Stop(3, HALT, "b joins")]
 
 
 def test_who_has_failed_is_named_not_who_lost_others_because_of_it():

@@ -172,6 +172,12 @@ def test_numbers_of_a_server_and_a_client_that_are_none_are_refused(job_file):
             take_part(job_file, [], Taking("127.0.0.1:9443", wait=wait), nproc)
 
 
+def test_a_client_whose_plan_nobody_would_find_is_refused(job_file):
+    sets = ["plan.name=auto", "plan.measure=3"]
+    with pytest.raises(UserError, match=r"Give the whole \[plan\] in place of plan.name"):
+        take_part(job_file, sets, Taking("127.0.0.1:9443"), 2)
+
+
 def test_a_log_that_cannot_be_written_does_not_end_the_rounds(job_file, tmp_path, monkeypatch, capsys):
     fill_at(2, monkeypatch)
     assert simulate(*load_job(job_file, ["federated.rounds=3"])).step == 3

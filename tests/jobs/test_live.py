@@ -45,7 +45,7 @@ def test_a_checkpoint_is_named_only_where_there_is_one(
     opened = SimpleNamespace(job=SimpleNamespace(run=SimpleNamespace(dir="")), data=SimpleNamespace(validation=[1]))
     vars(own).update(_engine=None, _attempt=None, _cost=None, _opened=opened, _path="", _assignments=[], _waited=[])
     own._go_on = too_little  # type: ignore[method-assign, assignment]
-    place: Any = SimpleNamespace(live=True, step=6)
+    place: Any = SimpleNamespace(live=True, step=6, generation=2, size=2)
     world: Any = SimpleNamespace(rank=0, everyone=SimpleNamespace(broadcast_object=lambda said: said))
     found: Any = own._begin(place, world)
     assert found == ((step, f"the ranks {said}: a part is gone"), late)
@@ -81,7 +81,7 @@ def test_ranks_that_cannot_go_on_wait_for_others(told: str, waits: bool, monkeyp
             raise found
         return found
 
-    vars(own).update(_control=control, _waited=[], _begun=begins)
+    vars(own).update(_control=control, _waited=[], _begun=begins, _trained=2, _unable=set())
     with pytest.raises(Halted if waits else UserError) as error:
         own._begin(SimpleNamespace(step=6, size=1, events=["a rank was killed"]), SimpleNamespace())  # type: ignore[arg-type]
     assert error.value is refusal or error.value.how == told
@@ -97,4 +97,32 @@ def test_what_no_generation_could_train_with_is_refused_at_once() -> None:
 
     vars(own).update(_begun=refused)
     with pytest.raises(UserError, match="no such model"):
-        own._begin(SimpleNamespace(step=-1), SimpleNamespace())  # type: ignore[arg-type]
+        own._begin(SimpleNamespace(step=-1, live=False), SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_ranks_that_are_too_many_leave_the_generation_to_fewer_at_once_but_not_again_and_again(monkeypatch):
+    """A node that joins holds those that train without it for a moment, also before their first step is done."""
+    monkeypatch.setattr(live, "PATIENCE", 0.01)
+    own, refusal = live.LiveRank.__new__(live.LiveRank), UserError("no plan fits")
+    control, fits = SimpleNamespace(leave_by=lambda hurry: None), {2}
+
+    def begins(place: Any, world: Any) -> Any:
+        if place.size not in fits:
+            raise refusal
+        return place
+
+    def begin(size: int) -> Any:
+        return own._begin(SimpleNamespace(step=0, live=True, size=size, events=[]), SimpleNamespace())  # type: ignore[arg-type]
+
+    vars(own).update(_control=control, _waited=[], _begun=begins, _trained=0, _unable=set(), _why_unable="")
+    for _ in range(2):
+        assert begin(2).size == 2
+        with pytest.raises(Halted) as halted:
+            begin(3)
+        assert halted.value.how == HALT and own._why_unable == "3 rank(s) cannot go on, and 2 did: no plan fits"
+    with pytest.raises(UserError, match="no plan fits"):
+        begin(3)  # nobody could be left out, so they wait as they would for others
+    fits.add(3)
+    assert begin(3).size == 3
+    with pytest.raises(UserError, match="no plan fits"):
+        begin(1)

@@ -216,6 +216,7 @@ def test_policies_by_name(text, policy):
         ("server", "timeout", 0, "give seconds above 0"),
         ("plan", "tp", 2, "plan.tp = 2 with a parameter server.*Leave plan.tp out, or leave ps out of the roles"),
         ("plan", "zero", 1, "Leave plan.zero out"),
+        ("plan", "name", "auto", 'plan = "auto" with a parameter server.*or leave ps out of the roles'),
         ("run", "verify_every", 5, "Leave run.verify_every out"),
         ("train", "global_batch", 2, "a step has 3 shares.*Give at least 3"),
     ],

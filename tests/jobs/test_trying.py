@@ -202,6 +202,17 @@ def test_what_another_machine_has_measured_does_not_count_here(make_job, tmp_pat
     assert (here := known()) is not None and [each.seconds for each in here.candidates] == [0.2, None]
 
 
+def test_a_later_generation_goes_on_with_trials_of_a_run_that_began_from_the_checkpoint_of_another(make_job, tmp_path):
+    """Until it has a checkpoint of its own, run.resume is that of the other run."""
+    alone = World.single("cpu")
+    job = make_job(run={"dir": str(tmp_path / "run"), "resume": str(tmp_path / "another")}, **GIVEN)
+    settled = settle(replace(job, auto=Auto(True, 2)), {}, alone)
+    own = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
+    known = of_candidates(own, 2, [(Plan(zero=1), 0.1), (Plan(), 0.1)]).with_result(0, 0.2)
+    write(tmp_path / "run", known)
+    assert planned(settled, alone, later=True).trials == known
+
+
 @pytest.mark.fast
 def test_what_a_job_may_say():
     base = {"model": {"name": "gpt"}, "train": {"steps": 1}}

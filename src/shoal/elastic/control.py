@@ -80,13 +80,14 @@ class Warm:
 class Left:
     """The rank has left its generation. `step`: the last one that it committed; `holds`: whether the state of that step
     is in its memory; `asked`: whether it left after a step because it was told to; `unsaved`: why the newest checkpoint
-    is not written, "" if it is or none was asked for."""
+    is not written, "" if it is or none was asked for; `unable`: why so many ranks cannot go on, where fewer did."""
 
     generation: int
     step: int
     holds: bool
     asked: bool
     unsaved: str = ""
+    unable: str = ""
 
 
 def as_told(left: Iterable[Left]) -> tuple[int, str]:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.comm.signed import derived
-from shoal.elastic.control import Left, Place, as_told
-from shoal.elastic.events import END, NOW
+from shoal.elastic.control import Left, Place
+from shoal.elastic.events import END, HALT, NOW
 from shoal.elastic.messages import Admitted, Paces, Report, Start
+from shoal.elastic.outcomes import outcome_of
 from shoal.elastic.pace import paces_of
 from shoal.elastic.pulse import Pulse
 from shoal.elastic.watchdog import Hang, Watchdog
@@ -22,7 +23,6 @@ from shoal.errors import LaunchError, UserError
 from shoal.launch import fork_server
 from shoal.launch.fork_server import ForkServer
 from shoal.launch.process import MISTAKE_GRACE
-from shoal.launch.store import rank_list
 from shoal.launch.verdict import Ending, verdict
 
 _LOOK_AT_BOARDS = 0.2
@@ -182,8 +182,10 @@ class Crew:
                 self._killed = min(self._killed or float("inf"), now + MISTAKE_GRACE)
             elif any(each.failed for each in self._endings):
                 self.leave(NOW)
-        left = [each.left for each in self._workers if each.was_in(self._start.generation)]
-        if not self._hurried and any(each is not None and not each.asked for each in left):
+        left = [each.left for each in self._workers if each.left and each.was_in(self._start.generation)]
+        if self._how is None and any(each.unable for each in left):
+            self.leave(HALT)  # who has nothing in memory does not know that fewer went on
+        if not self._hurried and any(not each.asked for each in left):
             self._hurry()  # one has lost others, and some here may wait for it where they do not notice
             for worker in training:
                 worker.leave(NOW)
@@ -273,27 +275,5 @@ class Crew:
         left = [each for each in known if each.generation == start.generation]
         steps = [*(each.step for each in left), self._watchdog.step]
         asked = self._how is not None or any(each.asked for each in left)
-        outcome, code, message = self._judge(asked, left, start.size)
+        outcome, code, message = outcome_of(self._endings, left, self._hang, self._how, asked, start.size)
         return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, self.holds)
-
-    def _judge(self, asked: bool, left: list[Left], ranks: int) -> tuple[str, int, str]:
-        """Returns outcome, exit code and message of a generation of so many `ranks`."""
-        said, code = verdict(self._endings, ranks)
-        at_fault = [each for each in self._endings if each.failed and not (each.failure and each.failure.lost_peer)]
-        if self._hang is not None and self._hang.here:
-            return "killed" if self._hang.stopped else "failed", LaunchError.exit_code, self._hang.text
-        if at_fault:
-            print(said, file=sys.stderr, flush=True)
-            first = at_fault[0].failure
-            text = first.message if first is not None else said.partition("\n")[0].removeprefix("error: ")
-            killed = all(each.failure is None and each.returncode < 0 for each in at_fault)
-            return "killed" if killed else "failed", code or LaunchError.exit_code, text
-        early = [each.rank for each in self._endings if not each.failed and not each.stopped]
-        if early and left and not asked:
-            text = f"rank {rank_list(early)} ended with exit code 0 while others were at work"
-            return "killed", LaunchError.exit_code, text
-        if any(each.failed for each in self._endings) or self._how == NOW or (left and not asked):
-            if self._hang is not None:
-                return "killed", LaunchError.exit_code, self._hang.text
-            return "lost", 0, "its ranks lost others"
-        return ("stopped" if left or self._how == END else "finished"), *as_told(left)

@@ -68,12 +68,16 @@ class Left:
     why: str
 
 
+UNABLE = "unable"
+
+
 @dataclass(frozen=True)
 class Ended:
     """The ranks of a member have left their generation: their processes have ended, or wait for another place.
 
     outcome: "finished" (the training is complete), "stopped" (as they were asked to), "failed" (one of them is at
-        fault), "killed" (one was, by a signal) or "lost" (they failed because ranks elsewhere were gone).
+        fault), "killed" (one was, by a signal), "lost" (they failed because ranks elsewhere were gone) or "unable" (so
+        many ranks cannot go on, where fewer did).
     code: the exit code of a failure.
     step: the last step that they committed, -1 where that is not known.
     ranks: how many processes wait there for a place now. holds: whether one of them has the state in memory.
@@ -91,7 +95,7 @@ class Ended:
 
     def __post_init__(self) -> None:
         _check_ranks(self.ranks)
-        if self.outcome not in ("finished", "stopped", "failed", "killed", "lost"):
+        if self.outcome not in ("finished", "stopped", "failed", "killed", "lost", UNABLE):
             raise ValueError(f"outcome {self.outcome!r:.80}")
 
 

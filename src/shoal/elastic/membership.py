@@ -22,6 +22,7 @@ from shoal.elastic.events import (
     HALT,
     NOW,
     SAVE,
+    UNABLE,
     Asked,
     Decision,
     Draining,
@@ -44,6 +45,7 @@ from shoal.elastic.events import (
     seated,
 )
 from shoal.elastic.headway import Headway, nearer, said
+from shoal.elastic.notes import Notes
 from shoal.elastic.quorum import outnumbered
 from shoal.elastic.roster import Roster
 
@@ -79,7 +81,7 @@ class Membership:
         self.now, self._idle = 0.0, -1.0  # when the last ranks had left
         self._deadline = self._rejoined = float("inf")
         self._headway = Headway()
-        self._history, self._said = list[str](), list[str]()
+        self._notes = Notes()
 
     def apply(self, event: Event) -> list[Decision]:
         """Takes in an event and returns what is decided because of it, in order."""
@@ -104,18 +106,17 @@ class Membership:
         elif isinstance(event, TookOver):
             decided = self._take_over(event)
         decided += self._go_on()
-        said, self._said = self._said, []
-        return [*map(Say, said), *decided]
+        return [*map(Say, self._notes.said()), *decided]
 
     def due(self, now: float) -> bool:
         """Whether time alone changes something between the last event and `now`: then a Tick is to be applied."""
-        times = (self.roster.came + self.limits.settle, self._deadline, self._rejoined, *self.roster.backoff.ends)
+        times = (self.roster.came + self.limits.settle, self._deadline, self._rejoined, *self.roster.times)
         return self.phase != OVER and any(self.now < time <= now for time in times)
 
     def _join(self, event: Joined) -> list[Decision]:
         name, current = event.name, self.phase in (RUNNING, STOPPING) and event.name in self.named
         if name not in self.roster.members and name not in self.awaited:
-            self._note(f"{name} {'came back' if name in self.roster.known else 'joined'}")
+            self._notes.add(f"{name} {'came back' if name in self.roster.known else 'joined'}")
         self.roster.join(event)
         self.awaited.discard(name)
         self._gone.pop(name, None)
@@ -133,7 +134,7 @@ class Membership:
         if name in self.named and (was or name in self._gone):
             self._lose(name, event.proven)
         if was:
-            self._note(f"{name} is gone: {event.why}")
+            self._notes.add(f"{name} is gone: {event.why}")
 
     def _end(self, event: Ended) -> None:
         if event.generation == self._number:  # also of a member that counts as gone from it, and has just come back
@@ -144,13 +145,15 @@ class Membership:
             self.roster.hold(event.name, event.holds and event.name in self.roster.members)
             if event.outcome not in ("finished", "stopped") or (event.outcome == "stopped" and self.phase == RUNNING):
                 self._hurt = nearer(self._hurt, event)
-            if event.outcome in ("failed", "killed"):
-                self._note(f"{event.name}: {event.message}")
+            if event.outcome in ("failed", "killed", UNABLE):
+                self._notes.add(f"{event.name}: {event.message}")
+            if event.outcome == UNABLE:
+                self.roster.cannot(self.generation, self.now)
 
     def _drain(self, name: str) -> list[Decision]:
         if name not in self.roster.members:
             return []
-        self._note(f"{name} drains")
+        self._notes.add(f"{name} drains")
         if self.phase in (RUNNING, STOPPING) and name in self.named:
             self.roster.draining.add(name)
             return []
@@ -165,12 +168,12 @@ class Membership:
     def _put_aside(self, event: Slow) -> list[Decision]:
         if event.generation != self._number or event.name not in self.pending or not self.can_spare(event.name):
             return []
-        self._note(self.roster.backoff.slow(event.name, event.why, self.now))
+        self._notes.add(self.roster.backoff.slow(event.name, event.why, self.now))
         return self._begin_to_stop(f"{event.name} is slow", SAVE)
 
     def _take_over(self, event: TookOver) -> list[Decision]:
         self._newest = max(self._newest, event.number)
-        self._note(f"{event.name} coordinates in place of {event.former}")
+        self._notes.add(f"{event.name} coordinates in place of {event.former}")
         self.roster.release(list(self.roster.members))
         self.roster.came = self.now
         if self.generation is None:
@@ -206,7 +209,7 @@ class Membership:
         if leaving := self.roster.draining & self.named:
             return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", END if self.roster.all_leave else SAVE)
         if not self._ended and self.now >= self.roster.came + self.limits.settle:
-            new = self.roster.newcomers(self.named, len(self.named) < self.limits.maximum, self.now)
+            new = self.roster.newcomers(self.generation, self.limits.maximum, self.now)
             return self._begin_to_stop(new, HALT) if new else []
         return []
 
@@ -221,14 +224,14 @@ class Membership:
         assert self._stop is not None
         if self.awaited and self.now >= self._rejoined:
             for name in sorted(self.awaited):
-                self._note(f"{name} is gone: it did not find the coordinator that took over")
+                self._notes.add(f"{name} is gone: it did not find the coordinator that took over")
                 self._lose(name, False)
         how = NOW if self._gone or self._hurt or self.now >= self._deadline else END
         if self.pending and self._stop.how not in (NOW, how) and (how == NOW or self.roster.all_leave):
             return self._begin_to_stop(self._stop.why, how)
         late = sorted(self.pending - self.awaited) if self.now >= self._deadline else []
         for name in late:
-            self._note(f"{name} is gone: its ranks do not end")
+            self._notes.add(f"{name} is gone: its ranks do not end")
             self.roster.remove(name)
             self._lose(name, False)
         return [Drop(name, "its ranks do not end") for name in late]
@@ -276,24 +279,18 @@ class Membership:
         able = roster.able(self.now, least)
         if len(able) < least or (settling and len(able) < there):
             return []
-        taken = set(sorted(able, key=lambda name: name not in self.named)[: self.limits.maximum])  # who trains goes on
-        live = bool(roster.holding & taken)
-        places = seated(roster.place([name for name in able if name in taken]))
+        names = roster.chosen(able, self.named, self.limits.maximum, least, self.now)
+        live = not roster.holding.isdisjoint(names)
+        places = seated(roster.place(names))
         why = said(self._hurt) if self._hurt and not self._gone else self._stop.why if self._stop else "the first"
         self._number = self._newest = self._newest + 1
         self.generation = Generation(self._number, places, why, self._headway.step, live)
-        self.phase, self.named, self.pending = RUNNING, frozenset(taken), set(taken)
+        self.phase, self.named, self.pending = RUNNING, frozenset(names), set(names)
         self._ended, self._hurt, self._gone, self._blamed, self._strict = {}, None, {}, set(), False
-        events, self._history = tuple(self._history[-20:]), []
-        return [Form(self.generation, events)]
+        return [Form(self.generation, self._notes.history())]
 
     def _fail(self, name: str) -> None:
-        self._note(self.roster.backoff.failed(name, self.now))
-
-    def _note(self, text: str) -> None:
-        if text:
-            self._history.append(text)
-            self._said.append(text)
+        self._notes.add(self.roster.backoff.failed(name, self.now))
 
     def _over(self, decision: Finish | StepDown) -> Finish | StepDown:
         self.phase = DEPOSED if isinstance(decision, StepDown) else OVER

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.elastic.backoff import Backoff
-from shoal.elastic.events import Joined
+from shoal.elastic.events import Generation, Joined
+from shoal.elastic.unfit import Unfit
 
 
 @dataclass
 class Roster:
     """The members of a job.
 
-    backoff: who is put aside.
+    backoff: who is put aside. unfit: with which numbers of ranks the job could not go on.
     members: those that are connected, by name.
     known: the incarnation of every member that there ever was, by name, in the order in which they first came.
     ready: how many processes of a member wait for a place.
@@ -29,6 +30,7 @@ class Roster:
     holding: set[str] = field(default_factory=set)
     draining: set[str] = field(default_factory=set)
     came: float = 0.0
+    unfit: Unfit = field(default_factory=Unfit)
 
     def join(self, event: Joined) -> None:
         """Takes in a member that has come or come back."""
@@ -66,11 +68,32 @@ class Roster:
             self.members.pop(name, None)
         self.draining.clear()
 
-    def newcomers(self, named: frozenset[str], room: bool, now: float) -> str:
-        """Says who would give ranks beside those of the generation of the members `named`, "" if nobody would.
-        `room`: whether there is room for other members."""
-        new = [name for name in self.able(now) if room or name in named]
-        said = [f"{name} has another rank" if name in named else f"{name} joins" for name in new[:4]]
+    @property
+    def times(self) -> list[float]:
+        """When members come back that are aside, or may be tried again."""
+        return [*self.backoff.ends, *self.unfit.until.values()]
+
+    def cannot(self, generation: Generation | None, now: float) -> None:
+        """Takes in that so many ranks as those of `generation` could not go on."""
+        if generation is not None:
+            self.unfit.note([place.ranks for place in generation.places], now)
+
+    def unfit_with(self, generation: Generation | None, name: str, now: float) -> int:
+        """Returns how many ranks there would be with those of the member `name` in `generation`, where these could not
+        go on; else 0."""
+        there = [] if generation is None else [each.ranks for each in generation.places if each.name != name]
+        ranks = [*there, self.ready.get(name, 0)]
+        return sum(ranks) if self.unfit.holds(ranks, now) else 0
+
+    def newcomers(self, generation: Generation | None, most: int, now: float) -> str:
+        """Says who would give ranks beside those of `generation`, "" if nobody would. `most`: the largest number of
+        members."""
+        there = {} if generation is None else {place.name: place.ranks for place in generation.places}
+        new = [name for name in self.able(now) if len(there) < most or name in there]
+        ranks = there | {name: there.get(name, 0) + self.ready[name] for name in new}
+        fit = self.unfit.without(ranks, there, now) if new else []
+        new = [name for name in new if name in fit and not self.unfit.holds([ranks[each] for each in fit], now)]
+        said = [f"{name} has another rank" if name in there else f"{name} joins" for name in new[:4]]
         return ", ".join(said) + " ..." * (len(new) > 4)
 
     def able(self, now: float, least: int = 0) -> list[str]:
@@ -83,6 +106,14 @@ class Roster:
         ]
         able = [name for name in here if self.backoff.left(name, now) <= 0]
         return able if len(able) >= least else [name for name in here if self.backoff.left(name, now, True) <= 0]
+
+    def chosen(self, able: list[str], named: frozenset[str], most: int, least: int, now: float) -> list[str]:
+        """Returns the members for the next generation, `least` to `most` of those that are `able`: who was in the last
+        one, which had the members `named`, goes on; without those that hold nothing and with whom the others cannot."""
+        taken = set(sorted(able, key=lambda name: name not in named)[:most])
+        ranks = {name: self.ready[name] for name in able if name in taken}
+        fit = self.unfit.without(ranks, self.holding, now)
+        return fit if len(fit) >= least else list(ranks)
 
     def place(self, names: list[str]) -> dict[str, int]:
         """Takes the waiting processes of members for a generation; returns how many each gives."""

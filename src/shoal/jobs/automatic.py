@@ -37,11 +37,12 @@ def pinned(job: Job, origins: Origins) -> dict[str, Any]:
     return {name: getattr(job.plan, name) for name, is_given in names.items() if is_given or name in made}
 
 
-def planned(settled: Settled, world: World, runs: bool = True) -> Settled:
+def planned(settled: Settled, world: World, runs: bool = True, later: bool = False) -> Settled:
     """Returns the job under the plan that is the fastest on these ranks, where it asks for one or gives nothing of a
-    plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. A collective call;
-    raises UserError, on all ranks alike, where nothing is legal or fits."""
-    if (known := _under_trial(settled, world)) is not None:
+    plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. `later`: whether this
+    is a later generation of the run. A collective call; raises UserError, on all ranks alike, where nothing is legal or
+    fits."""
+    if (known := _under_trial(settled, world, later)) is not None:
         return replace(under(settled, known.plan, known.microbatch), trials=known, why=known.why)
     if not settled.job.auto.wanted:
         if pinned(settled.job, settled.origins) or settled.job.run.at:
@@ -99,11 +100,11 @@ def _memory_of(world: World) -> int:
     return free_memory(world.device) or psutil.virtual_memory().available // world.local_size
 
 
-def _under_trial(settled: Settled, world: World) -> Trials | None:
+def _under_trial(settled: Settled, world: World, later: bool) -> Trials | None:
     """The trials of a run that goes on: of the job that asks for them, or of its resolved.toml while they last. A
     collective call."""
     job, found = settled.job, None
-    if world.rank == 0 and job.run.resume == "auto" and not job.auto.open:
+    if world.rank == 0 and (later or job.run.resume == "auto") and not job.auto.open:
         asks = job.auto.wanted and job.auto.measure > 1
         key = key_of(job, settled.origins, pinned(job, settled.origins), world.size) if asks else None
         kept = read(Path(job.run.dir), key, _machine(world))

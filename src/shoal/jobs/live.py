@@ -23,7 +23,7 @@ from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.comm.address import host_port
 from shoal.elastic.control import CALLED, WAITS, Control, Left, Place, Warm, call_this
-from shoal.elastic.events import END, NOW
+from shoal.elastic.events import END, HALT, NOW
 from shoal.elastic.worker import STDOUT
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalError, UserError
@@ -74,6 +74,7 @@ class LiveRank:
         self._attempt: Attempt | None = None  # the last one
         self._recorded: Kept = [], [], []  # of timelines that were cut short
         self._waited = list[str]()  # what has happened since the last generation that could go on
+        self._trained, self._unable, self._why_unable = 0, set[int](), ""  # sizes of worlds that went on, and could not
         self._output = [os.dup(1), os.dup(2)]
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -94,7 +95,8 @@ class LiveRank:
             asked = outcome != NOW
             failure = self._attempt.saver.failure if asked and self._attempt is not None else None
             unsaved = "" if failure is None else str(failure)[:_MOST]
-            self._control.send(Left(place.generation, step, self._engine is not None, asked, unsaved))
+            unable, self._why_unable = self._why_unable[:_MOST], ""
+            self._control.send(Left(place.generation, step, self._engine is not None, asked, unsaved, unable))
             self._prepare()
 
     @without_collections()
@@ -169,16 +171,25 @@ class LiveRank:
         return has_lost_peer(error) or self._control.leaves_now(seconds)
 
     def _begin(self, place: Place, world: World) -> Attempt:
-        """Returns the attempt of this generation. Raises Halted where so many ranks cannot go on and the membership has
-        changed since; where it does not, or no generation has trained, the UserError that says why."""
+        """Returns the attempt of this generation. Raises Halted where so many ranks cannot go on, but fewer did or the
+        membership has changed since; where it does not, or no generation has begun, the UserError that says why."""
         try:
             attempt = self._begun(place, world)
         except UserError as error:
-            if place.step <= 0:
+            if place.step <= 0 and not place.live:
                 raise
+            if place.size > self._trained > 0 and place.size not in self._unable:
+                self._leave_to_fewer(place, error)
             self._wait_for_others(place, error)
-        self._waited = []
+        self._waited, self._trained, self._unable = [], place.size, set()
         return attempt
+
+    def _leave_to_fewer(self, place: Place, error: UserError) -> NoReturn:
+        """Leaves the generation, so that the ranks that went on before do so again, without those that have come."""
+        self._why_unable = f"{place.size} rank(s) cannot go on, and {self._trained} did: {error}"
+        self._unable.add(place.size)
+        log.warning("%s", self._why_unable)
+        raise Halted(HALT) from error
 
     def _wait_for_others(self, place: Place, error: UserError) -> NoReturn:
         """Waits for a generation of more ranks, or of fewer, with what this rank has in memory."""
@@ -194,7 +205,8 @@ class LiveRank:
     def _begun(self, place: Place, world: World) -> Attempt:
         """Returns the attempt: from what ranks have in memory, else from the newest checkpoint."""
         settled = placed(self._opened, self._path, self._assignments, place)
-        settled = planned(at_size(settled, world), world, runs=False)  # others stand still meanwhile
+        settled = at_size(settled, world)
+        settled = planned(settled, world, runs=False, later=place.generation > 1)  # others stand still meanwhile
         why = ""
         if place.live:
             try:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ STALE = 30 * DAY
 """Seconds after which what is kept does not count any more, as nothing does that is a DAY ahead of the clock."""
 METHOD = 5
 """Of how rates are measured: what an earlier version has kept does not count."""
+PATIENCE = 60.0
+"""Seconds for which a process waits for others that measure, which takes them a few."""
 
 
 def folder() -> Path:
@@ -47,6 +49,21 @@ def keep(key: str, value: dict[str, Any]) -> None:
 def forget(key: str) -> None:
     """Keeps nothing under `key` any more."""
     _change(lambda known: {name: value for name, value in known.items() if name != key})
+
+
+@contextmanager
+def in_turn(known: Callable[[], Any]) -> Iterator[Any]:
+    """Gives what is `known`; where that is None, what is once the processes of this host have ended that measure, or
+    None while others wait for this one: at once they would take cores from each other, and measure the same. Nobody
+    waits for longer than PATIENCE, nor where no file can be written."""
+    with ExitStack() as held:
+        if (found := known()) is None:
+            with suppress(OSError, RuntimeError):
+                place = folder() / f"measures-{os.uname().nodename}"
+                place.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(place, PATIENCE))
+            found = known()
+        yield found
 
 
 def key_of(what: str, device: torch.device, *others: object) -> str:

@@ -9,9 +9,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -34,7 +36,7 @@ from shoal.device.memory import forget_most_allocated
 from shoal.errors import StorageError
 from shoal.optim.tiers.disk import THREADS, Stored, buffer
 from shoal.planner.cluster import FORMATS, Cluster, Device, Host, Link
-from shoal.planner.kept import crowding, folder, keep, key_of, read, threads_of
+from shoal.planner.kept import crowding, folder, in_turn, keep, key_of, read, threads_of
 from shoal.planner.learned import learned, newest
 
 log = logging.getLogger(__name__)
@@ -85,13 +87,19 @@ class Rates:
 def rates(device: torch.device, dtype: torch.dtype, fresh: bool = False) -> Rates:
     """Returns what `device` reaches with the current number of threads, as measured before, or now."""
     key = key_of("rates", device, dtype, torch.get_num_threads())
-    known = None if fresh else read(key)
-    with suppress(TypeError):
+    with in_turn(lambda: None if fresh else _known_rates(key)) as known:
         if known is not None:
-            return Rates(**{**known, "reached": tuple(map(tuple, known["reached"]))})
-    found = _measured(device, dtype)
-    keep(key, asdict(found))
+            return known  # type: ignore[no-any-return]
+        found = _measured(device, dtype)
+        keep(key, asdict(found))
     return found
+
+
+def _known_rates(key: str) -> Rates | None:
+    known = read(key)
+    with suppress(TypeError, KeyError):
+        return None if known is None else Rates(**{**known, "reached": tuple(map(tuple, known["reached"]))})
+    return None
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -177,16 +185,23 @@ def groups_of(world: World, fresh: bool = False) -> Reaches | None:
         return None
     hosts, own = hosts_of(world)
     key = _groups_key(world.device, world.size, own, hosts)
-    known = read(key) if world.rank == 0 and not fresh else None
-    known = world.everyone.broadcast_object(known)
-    if known is not None and known.get("carrier") == world.everyone.transports[kind_of(world.device)].carrier:
+    carrier = world.everyone.transports[kind_of(world.device)].carrier
+    known = partial(_carried, key, carrier, fresh)
+    with in_turn(known) if world.rank == 0 else nullcontext() as found:
+        found = world.everyone.broadcast_object(found)
         with suppress(KeyError, TypeError):
-            return Reaches.from_wire(known)
-    log.info("measuring what groups of these ranks reach, once a month: it takes a few seconds")
-    found = measure_reaches(world)
-    if world.rank == 0:
-        keep(key, found.to_wire())
-    return found
+            if found is not None:
+                return Reaches.from_wire(found)
+        log.info("measuring what groups of these ranks reach, once a month: it takes a few seconds")
+        measured = measure_reaches(world)
+        if world.rank == 0:
+            keep(key, measured.to_wire())
+    return measured
+
+
+def _carried(key: str, carrier: str, fresh: bool) -> dict[str, Any] | None:
+    known = None if fresh else read(key)
+    return known if known is not None and known.get("carrier") == carrier else None
 
 
 def known_groups(device: torch.device, ranks: int, on_host: int, hosts: Sequence[str]) -> Reaches | None:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from shoal.device import CPU, is_accelerator
 from shoal.module.build import without_values
 from shoal.planner.computing import FORWARD, UNADDED, counted_again, seconds_of
 from shoal.planner.degrees import Spread
-from shoal.planner.kept import crowding, forget, keep, key_of, read, threads_of
+from shoal.planner.kept import crowding, forget, in_turn, keep, key_of, read, threads_of
 from shoal.planner.kept_profiles import name_of
 from shoal.planner.prepare import Subject
 from shoal.planner.running import TIMES, Alone, Ran, Together, run
@@ -57,11 +57,11 @@ def probe(subject: Subject, task: Task, settings: object = None, together: Seque
     key_with = partial(_key, subject, rows, threads, settings)
     if shared := together or (_known(key_with(cluster.per_host)) if cluster.per_host > 1 else ()):
         return replace(task, probed=_factors(shared, task, own.slower, key_with(cluster.per_host)))
-    ran = _known(key_with(1))
-    if ran is None:
-        log.info("running the model for a moment to time it, once a month")
-        ran = run(subject, rows, threads, Alone())
-        _keep(key_with(1), ran)
+    with in_turn(partial(_known, key_with(1))) as ran:
+        if ran is None:
+            log.info("running the model for a moment to time it, once a month")
+            ran = run(subject, rows, threads, Alone())
+            _keep(key_with(1), ran)
     return replace(task, probed=_factors(ran, task, own.crowd * own.slower, key_with(1)))
 
 
@@ -84,13 +84,14 @@ def run_together(
         none = per_host == 1 or is_accelerator(world.device) or _meets_others() or _is_large(subject)
         return () if none else _known(key)
 
-    told: tuple[Ran, ...] | None = from_first(world.everyone, known)
-    if told is not None:
-        return tuple(Ran(*each) for each in told)
-    log.info("running the model for a moment on all ranks to time it, once a month")
-    ran = run(subject, tried, threads, Together(world, crowding(CPU, per_host)))
-    if world.rank == 0:
-        _keep(key, ran)
+    with ExitStack() as held:
+        told = from_first(world.everyone, lambda: held.enter_context(in_turn(known)))
+        if told is not None:
+            return tuple(Ran(*each) for each in told)
+        log.info("running the model for a moment on all ranks to time it, once a month")
+        ran = run(subject, tried, threads, Together(world, crowding(CPU, per_host)))
+        if world.rank == 0:
+            _keep(key, ran)
     return ran
 
 

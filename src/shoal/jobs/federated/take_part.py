@@ -55,8 +55,13 @@ def take_part(path: Path, assignments: list[str], taking: Taking, nproc: int | N
     UserError."""
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc {nproc}: give at least 1 rank")
-    _check(taking)
     job, _ = load_job(path, assignments)
+    if job.auto.wanted:
+        raise UserError(
+            'plan = "auto" with `shoal fed client`: nobody asks the planner there, and no plans are tried. Give the '
+            f"whole [plan] in place of plan.name, plan.measure and plan.allow; shoal plan {path} --on here shows one"
+        )
+    _check(taking)
     ranks = nproc or job.run.nproc or job.plan.size
     if ranks == 1:
         return _on_rank(path, assignments, taking, World.single())

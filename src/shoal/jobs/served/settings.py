@@ -20,6 +20,12 @@ def check_served(job: Job, workers: int) -> None:
                 f"plan.{key} = {value!r} with a parameter server: each worker computes gradients of the whole model by "
                 f"itself. Leave plan.{key} out, or leave ps out of the roles"
             )
+    if job.auto.wanted:
+        raise UserError(
+            'plan = "auto" with a parameter server: each worker computes gradients of the whole model by itself, so '
+            "nothing is to be found or tried. Leave plan.name, plan.measure and plan.allow out, or leave ps out of the "
+            "roles"
+        )
     _check_codec(job.server.codec)
     no_group = {
         "run.at": bool(job.run.at),
