@@ -39,6 +39,7 @@ from shoal.optim.groups import GroupRule
 from shoal.parallel.context.documents import searching
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
+from shoal.planner.finite import FiniteCalls
 from shoal.precision import Precision
 from shoal.training.loss import Loss
 
@@ -164,7 +165,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         local = localize(model, among, plain, rules=rules, in_stages=False)
         parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)
-        calls = stack.enter_context(KnownCalls(mode))
+        calls = stack.enter_context(FiniteCalls(mode))
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))
