@@ -1,0 +1,163 @@
+"""What `auto_plan` is given: models that look at themselves, hooks, rows as datasets give them, wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan, auto_plan
+from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
+from shoal.pipeline import units_of
+from shoal.planner.cluster import Cluster, Device, Host, Link
+
+WIDTH, CLASSES = 8, 3
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def machine(ranks: int = 2) -> Cluster:
+    device = Device("cores", {"fp32": 1e11, "fp16": 1e11}, 2**33, 1e10, launch=1e-5, on_host=True)
+    return Cluster("here", (Host(device, ranks, Link(1e-5, 2e9), 2**33, 5e9),), Link(1e-4, 1e9), 0.3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.size = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.down(F.gelu(self.up(x)))
+        self.size = y.square().mean()
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Checks(Net):
+    """Looks whether all is finite, and divides by the largest number of all, whose backward asks for NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if torch.isnan(x).any() or torch.isinf(x).any() or not torch.isfinite(x).all():
+                raise RuntimeError("the activations are not finite")
+        return self.head(x / x.abs().max())
+
+
+class Left(Net):
+    """Finds what its blocks leave on themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.size for block in self.blocks)
+
+
+class LeftAnew(Left):
+    """The same where that is not there before a block has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            del block.size
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+
+
+def sequences() -> nn.Module:
+    """Stages in a Sequential, as torchvision's ConvNeXt has them."""
+    first, second = (nn.Sequential(Block(), Block()) for _ in range(2))
+    between = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Sequential(first, between, second), nn.Linear(WIDTH, CLASSES))
+
+
+def loss(model: nn.Module, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(model(mb["x"]), mb["y"], reduction="sum"), len(mb["y"])
+
+
+def rows() -> list[dict[str, Any]]:
+    """An array and a number, as an Engine takes them."""
+    draw = np.random.default_rng(0)
+    return [{"x": draw.standard_normal(WIDTH).astype(np.float32), "y": number % CLASSES} for number in range(16)]
+
+
+def planned(world: Any, model: Any, **more: Any) -> tuple[Plan, int]:
+    given = {"global_batch": 8, "cluster": machine(), "world": world, **more}
+    return auto_plan(model, loss, SGD, rows()[0], **given)
+
+
+def trained(world: Any, model: Any, plan: Plan, rows_of: int) -> list[float]:
+    engine = Engine(model, loss, SGD, plan, global_batch=8, microbatch=rows_of, world=world)
+    try:
+        return [float(engine.step(batch).loss) for batch in engine.batches(rows(), steps=2)]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "pins"),
+    [(Checks, {"tp": 2}), (Left, {"pp": 2}), (LeftAnew, {"pp": 2}), (sequences, {"pp": 2}), (Hooked, {"dp": 2})],
+)
+def test_a_model_gets_a_plan_that_trains_it(model: Any, pins: dict[str, int]) -> None:
+    """Of models that look whether numbers are finite, and that read what a block leaves on itself, it was said that
+    they cannot be run; one whose blocks lie in Sequentials of Sequentials had too few."""
+    ((plan, microbatch),) = simulate_world(1, partial(planned, pins=pins), model)
+    assert plan.size == 2 and all(getattr(plan, field) == degree for field, degree in pins.items())
+    whole = simulate_world(1, trained, model, Plan(), microbatch)[0]
+    for each in simulate_world(2, trained, model, plan, microbatch):
+        assert each == pytest.approx(whole, rel=1e-5)
+
+
+def test_blocks_in_sequentials_of_sequentials_are_blocks() -> None:
+    found = [(unit.name, unit.is_block) for unit in units_of(sequences())]
+    layers = ["0.1.0", "0.1.1"]
+    assert [name for name, _ in found] == ["0.0.0", "0.0.1", *layers, "0.2.0", "0.2.1", "1"]
+    assert [name for name, is_block in found if not is_block] == layers
+
+
+def test_what_hooks_cannot_see_is_no_plan() -> None:
+    """A plan with stages was given, which the engine refused."""
+    with pytest.raises(UserError, match=r"head.weight has a hook .* Remove the hook"):
+        simulate_world(1, partial(planned, pins={"pp": 2}), Hooked)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"microbatch": 9}, r"microbatch = 9: give 1 to global_batch \(8\) samples"),
+        ({"global_batch": 2.5}, "global_batch = 2.5 is a float"),
+        ({"buffers": "averages"}, 'buffers = "averages": "exact" refuses'),
+        ({"pins": "tp=2"}, "pins = 'tp=2': give a table"),
+        ({"precision": "bf61"}, 'precision = "bf61" is not one of'),
+    ],
+    ids=str,
+)
+def test_what_an_engine_would_refuse_is_refused_in_its_words(given: dict[str, Any], said: str) -> None:
+    """It was the error of whatever came to it first, or another value was taken in silence."""
+    with pytest.raises(UserError, match=said):
+        simulate_world(1, partial(planned, **given), Net)
+
+
+def test_a_ready_module_and_an_optimizer_are_refused() -> None:
+    with pytest.raises(UserError, match=r"model is a ready module, .* give a function that makes one"):
+        simulate_world(1, planned, Net())
+    with pytest.raises(UserError, match="optimizer is a ready SGD"):
+        auto_plan(Net, loss, SGD(Net().parameters()), rows()[0], global_batch=8, cluster=machine())  # type: ignore[arg-type]
