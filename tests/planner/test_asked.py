@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +20,7 @@ from torch import Tensor, nn
 from shoal import Engine, Plan, auto_plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
+from shoal.optim.tiers.disk import room_for_pages
 from shoal.pipeline import units_of
 from shoal.planner.cluster import Cluster, Device, Host, Link
 
@@ -161,3 +167,29 @@ def test_a_ready_module_and_an_optimizer_are_refused() -> None:
         simulate_world(1, planned, Net())
     with pytest.raises(UserError, match="optimizer is a ready SGD"):
         auto_plan(Net, loss, SGD(Net().parameters()), rows()[0], global_batch=8, cluster=machine())  # type: ignore[arg-type]
+
+
+def test_a_disk_that_is_full_here_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run ended with that; of another machine's disk nothing is known."""
+    host = replace(machine().hosts[0], disk=1e9)
+    there = replace(machine(), hosts=(host,))
+    pins = {"dp": 2, "memory": {"disk": str(tmp_path / "pages")}}
+    assert room_for_pages(tmp_path / "pages") > 2**20
+    monkeypatch.setattr(sys.modules["shoal.planner.predict"], "room_for_pages", lambda _: 2000)
+    for cluster, said in (
+        (there, None),
+        (replace(there, is_here=True), r"disk: 0.98 KiB are free for a rank, and it takes 16.0 KiB"),
+    ):
+        asked = partial(planned, pins=pins, cluster=cluster)
+        if said is None:
+            assert simulate_world(1, asked, Net)[0][0].memory == pins["memory"]
+        else:
+            with pytest.raises(UserError, match=said):
+                simulate_world(1, asked, Net)
+
+
+def test_pages_of_an_earlier_run_are_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank-0").mkdir()
+    (tmp_path / "rank-0" / "0.a").write_bytes(b"x" * 65536)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert room_for_pages(tmp_path) >= 66536 and room_for_pages(tmp_path / "other") == 1000

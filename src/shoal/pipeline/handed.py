@@ -21,7 +21,7 @@ class Handed:
     """The arguments of a call of a part."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        self._given: dict[int | str, Any] = {**dict[int | str, Any](enumerate(args)), **dict[int | str, Any](kwargs)}
 
     def now(self) -> dict[str, Any]:
         """The tensors, numbers and texts that lie in lists, dicts and objects among them, by name."""
@@ -92,6 +92,6 @@ def _at(holder: Any, key: int | str, inside: int | str) -> Any:
 def _set(holder: Any, key: int | str, value: Any) -> None:
     table = _table(holder)
     if isinstance(table, Mapping) or (isinstance(key, int) and key < len(table)):
-        table[key] = value  # type: ignore[index]
+        table[key] = value
     else:
         table.append(value)
