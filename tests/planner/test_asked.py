@@ -22,7 +22,10 @@ from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
 from shoal.optim.tiers.disk import room_for_pages
 from shoal.pipeline import units_of
+from shoal.planner import Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
+from shoal.planner.profile import profile
+from shoal.precision import precision
 
 WIDTH, CLASSES = 8, 3
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -82,6 +85,15 @@ class LeftAnew(Left):
             del block.size
 
 
+class Direct(Net):
+    """Calls the forwards of its blocks, past their hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return self.head(x)
+
+
 class Hooked(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +132,14 @@ def trained(world: Any, model: Any, plan: Plan, rows_of: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("model", "pins"),
-    [(Checks, {"tp": 2}), (Left, {"pp": 2}), (LeftAnew, {"pp": 2}), (sequences, {"pp": 2}), (Hooked, {"dp": 2})],
+    [
+        (Checks, {"tp": 2}),
+        (Left, {"pp": 2}),
+        (LeftAnew, {"pp": 2}),
+        (Direct, {"pp": 2}),
+        (sequences, {"pp": 2}),
+        (Hooked, {"dp": 2}),
+    ],
 )
 def test_a_model_gets_a_plan_that_trains_it(model: Any, pins: dict[str, int]) -> None:
     """Of models that look whether numbers are finite, and that read what a block leaves on itself, it was said that
@@ -137,6 +156,14 @@ def test_blocks_in_sequentials_of_sequentials_are_blocks() -> None:
     layers = ["0.1.0", "0.1.1"]
     assert [name for name, _ in found] == ["0.0.0", "0.0.1", *layers, "0.2.0", "0.2.1", "1"]
     assert [name for name, is_block in found if not is_block] == layers
+
+
+def test_blocks_whose_forwards_are_called_are_counted() -> None:
+    """All that they do was counted for the part before the first of them, and a search divided by nothing."""
+    kind = precision("fp32")
+    row = {key: torch.as_tensor(each) for key, each in rows()[0].items()}
+    hooked, direct = (profile(Subject(model, loss, row, 1, kind), {}) for model in (Net, Direct))
+    assert direct == hooked and all(part.products.value for part in direct.parts)
 
 
 def test_what_hooks_cannot_see_is_no_plan() -> None:

@@ -181,9 +181,10 @@ class _Looker:
         self._known: dict[str, Any] = {}
         self._at, self._open = 0, False
         for place, unit in enumerate(units):
-            unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
-            if unit.is_block:
-                unit.module.forward = partial(self._forward, unit, unit.module.forward)
+            if unit.is_block:  # also where the model calls its forward, as SqueezeBert does
+                unit.module.forward = partial(self._forward, place, unit, unit.module.forward)
+            else:
+                unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
 
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
@@ -263,10 +264,11 @@ class _Looker:
         """Backward has gone through a part: what comes belongs to those before it."""
         self._at = min(self._at, max(0, place - 1))
 
-    def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, place: int, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a block, or, where one like it has run, tensors of the same shapes."""
         if not self._open:
             return forward(*args, **kwargs)
+        self._enter(place, unit.module, args, kwargs)
         key = kind_of(unit, (args, kwargs))
         self._sums[self._at][_KIND] = key
         if key in self._known and self._stand_in:
