@@ -1,5 +1,5 @@
-"""Recomputed blocks that are cut: a Sequential of layers, as timm's vision models have, of which stages have a part
-each. Losses and running statistics are those of one process."""
+"""Recomputed blocks that are cut: a Sequential of single layers, of which stages have a part each. Losses and
+running statistics are those of one process."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ from shoal.comm.simulation import simulate_world
 D = 8
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear, self.drop = nn.BatchNorm1d(D), nn.Linear(D, D), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.linear(self.norm(x)).tanh_())
+def layers() -> list[nn.Module]:
+    return [nn.BatchNorm1d(D), nn.Linear(D, D), nn.Dropout(0.2), nn.Tanh()]
 
 
 class Grouped(nn.Module):
-    """Its parts are the norms and linear layers of four layers, between a first and a last one; recompute takes groups
-    of two layers."""
+    """Its parts are norms and linear layers, between a first and a last one; recompute takes groups of two of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(D, D), nn.Linear(D, 3)
-        self.groups = nn.Sequential(*(nn.Sequential(Layer(), Layer()) for _ in range(2)))
+        self.groups = nn.Sequential(*(nn.Sequential(*layers(), *layers()) for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.groups(self.stem(x)))
@@ -59,7 +53,7 @@ def trained(world: Any, plan: dict[str, Any]) -> list[float]:
     "plan",
     [
         {"stages": [5, 5], "recompute": "full"},  # at the border of two groups
-        {"stages": [4, 6], "recompute": "full"},  # in the middle of a layer
+        {"stages": [4, 6], "recompute": "full"},  # in the middle of one
         {"stages": [3, 7], "recompute": "selective"},
         {"stages": [8, 2], "recompute": {"name": "blocks", "full": "0"}, "schedule": "zb1p"},
         {"stages": [3, 7], "recompute": "full", "dp": 2, "zero": 3},

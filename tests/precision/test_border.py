@@ -75,6 +75,15 @@ def by_parts(model: Any, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     return (made - mb["targets"]).square().sum(), made.numel()
 
 
+def checkpointed(model: Any, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """What `by_parts` computes, in parts that backward runs again."""
+    x = mb["inputs"]
+    inside = checkpoint(lambda x: model.tower(x).tanh(), x, use_reentrant=False)
+    made = checkpoint(model.head, inside, use_reentrant=False) + checkpoint(model, x, use_reentrant=False)
+    assert made.dtype in (torch.float32, torch.float64)
+    return (made - mb["targets"]).square().sum(), made.numel()
+
+
 def whole(model: Any, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     made = 2 * model(mb["inputs"])
     return (made - mb["targets"]).square().sum(), made.numel()
@@ -92,15 +101,17 @@ def whole(model: Any, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     ids=["fp64", "checkpoint", "recompute", "compile", "fp16"],
 )
 def test_a_part_that_a_loss_calls_is_given_what_it_computes_with(precision, plan, once):
-    """It ended in torch's error on dtypes that differ. What backward runs again is cast as the first time."""
+    """It ended in torch's error on dtypes that differ. What backward runs again is cast as the first time, where the
+    loss has checkpointed it, too."""
     losses = []
-    for loss in (by_parts, whole):
+    for loss in (by_parts, whole, checkpointed):
         engine = Engine(
             partial(Siamese, once), loss, teacher.SGD, plan, global_batch=16, microbatch=8, precision=precision
         )
         losses.append([engine.step(batch).loss for batch in engine.batches(teacher.data(), steps=2)])
         engine.close()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12 if precision == "fp64" else 2e-3)
+    near = partial(pytest.approx, rel=1e-12 if precision == "fp64" else 2e-3)
+    assert losses[0] == near(losses[1]) and losses[2] == near(losses[1])
 
 
 def test_inside_of_a_copy_of_a_model_nothing_is_cast_either():

@@ -46,7 +46,7 @@ from shoal.parallel.parallelized import Parallelized
 from shoal.parallel.tensor import Rules, cuts_of
 from shoal.parallel.tensor.axis import confirming
 from shoal.pipeline import Runner, cut_into_stages
-from shoal.pipeline.axis import PipelineParallel
+from shoal.pipeline.axis import PipelineParallel, why_no_hook
 from shoal.plan import option_name
 from shoal.precision import Precision, set_products
 
@@ -169,7 +169,7 @@ def localize(
     if pipeline is not None:
         pipeline.split.follow(axes)
         axes.append(PipelineParallel(mesh, world, pipeline, ranks.serial))
-    check_hooks(model.hooked, parallelized.layouts, axes)
+    check_hooks(model.hooked, parallelized.layouts, axes, why_no_hook(mesh.size(PipelineParallel.name)))
     layouts: Mapping[str, Layout] = parallelized.layouts
     for axis in axes:
         layouts = axis.relaid(layouts)

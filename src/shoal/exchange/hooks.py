@@ -43,11 +43,14 @@ def watch(parameter: nn.Parameter, arrived: Hook) -> RemovableHandle:
     return handle
 
 
-def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], axes: Sequence[Axis]) -> None:
-    """Raises UserError if ranks along `axes` cannot show hooks of these parameters what they are to see."""
+def check_hooks(
+    names: Iterable[str], layouts: Mapping[str, Layout], axes: Sequence[Axis], why_none: str | None = None
+) -> None:
+    """Raises UserError if ranks along `axes` cannot show hooks of these parameters what they are to see. `why_none`:
+    why hooks of none can be shown it."""
     for name in names:
         reasons = (axis.why_no_hook(layouts.get(name)) for axis in reversed(axes))
-        if (why := next(filter(None, reasons), None)) is not None:
+        if (why := next(filter(None, (why_none, *reasons)), None)) is not None:
             raise UserError(
                 f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), and {why}. Remove the hook, "
                 "or leave that to plan.dp and plan.zero"

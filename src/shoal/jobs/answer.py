@@ -226,7 +226,8 @@ def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:
     cluster, plan = task.cluster, settled.job.plan
     on_host = cluster.hosts[0].device.on_host
     memory = min(host.memory for host in cluster.hosts)
-    machine = Machine(memory, None if on_host else cluster.memory, min(cluster.per_host, plan.size))
+    ranks = min(cluster.per_host, plan.size)
+    machine = Machine(memory, None if on_host else cluster.memory, ranks, cluster.is_here)
     forecast = Forecast(settled, machine, 0)
     last = Spread.of(plan).stages - 1
     return forecast.of(plan, sorted({0, min(1, last), last}))

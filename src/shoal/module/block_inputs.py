@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal.errors import UserError
@@ -19,7 +20,8 @@ _REMEDY = "make the operation out of place (x = x + y, inplace=False), or train 
 
 
 class BlockInputs:
-    """The arguments of one forward of a block, of which copies are kept where the forward changes them in place.
+    """The arguments of one forward of a block, of which copies are kept where the forward changes them in place. What
+    it puts into lists, dicts and objects among them is there once it has run, and not put there again in backward.
 
     name: the block's, for errors
     args, kwargs: what its first forward is given; tensors in `args` itself are kept as autograd keeps what it saves
@@ -40,7 +42,10 @@ class BlockInputs:
         self._copies = {place: copies[id(tensors[place])] for place in chosen}
         self._numbers: list[int] = []  # which of the tensors kept is at each of these places
         self._saved: Any = None  # of a graph that keeps those at `_direct`, for as long as this tensor lives
-        self._ready = self._leaves
+        of_objects = {place: _attributes(leaf) for place, leaf in enumerate(self._leaves)}
+        self._objects = {place: own for place, own in of_objects.items() if own}
+        self._first: Any = args, kwargs
+        self._ready: list[Any] = []
 
     def devices(self) -> list[Tensor]:
         """Returns empty tensors that tell torch's checkpoint whose generators the forward may draw from."""
@@ -48,7 +53,8 @@ class BlockInputs:
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Calls `forward`: the first time with what the block was given, then with what `found_again` made ready."""
-        (args, kwargs), self._ready = tree_unflatten(self._ready, self._tree), []
+        args, kwargs = self._first or tree_unflatten(self._ready, self._tree)
+        self._first, self._ready = None, []
         return forward(*args, **kwargs)
 
     def changed(self) -> set[int]:
@@ -70,6 +76,8 @@ class BlockInputs:
                 f"another input, and backward repeats it: {_REMEDY}"
             )
         self._copies = {place: copy for place, copy in self._copies.items() if place in found}
+        now = {at: _attributes(self._leaves[at]) for at in self._objects}
+        self._objects = {at: own for at, own in self._objects.items() if not _is_as(now[at], own)}
         self._direct = [place for place in self._direct if place not in found]
         kept = {id(self._leaves[place]): self._leaves[place] for place in self._direct}  # one may be given twice
         self._numbers = [list(kept).index(id(self._leaves[place])) for place in self._direct]
@@ -91,6 +99,7 @@ class BlockInputs:
         saved = {} if self._saved is None else self._found_saved()
         fresh = {id(copy): copy.fresh() for copy in self._copies.values()}
         found = saved | {place: fresh[id(copy)] for place, copy in self._copies.items()}
+        found |= {place: _with(self._leaves[place], own) for place, own in self._objects.items()}
         self._ready = [found.get(place, leaf) for place, leaf in enumerate(self._leaves)]
         return nullcontext()
 
@@ -109,6 +118,38 @@ class BlockInputs:
             f"plan.recompute: an input of {self._name} was changed in place after its forward, which backward repeats: "
             f"{_REMEDY}"
         )
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """The attributes of an object, with copies of the lists and dicts among them; nothing of a tensor, a module, a
+    class or a function."""
+    if isinstance(leaf, Tensor | nn.Module | type) or callable(leaf):
+        return {}
+    return {key: _copy(each) for key, each in getattr(leaf, "__dict__", {}).items()}
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a list or dict, with those in it; anything else as it is."""
+    if type(value) is dict:
+        return {key: _copy(each) for key, each in value.items()}
+    return [_copy(each) for each in value] if type(value) is list else value
+
+
+def _is_as(one: Any, other: Any) -> bool:
+    """Whether a list or dict holds the very things that its copy does, or another value is the same."""
+    if type(one) is type(other) is dict:
+        return one.keys() == other.keys() and all(_is_as(one[key], other[key]) for key in one)
+    if type(one) is type(other) is list:
+        return len(one) == len(other) and all(map(_is_as, one, other))
+    return one is other
+
+
+def _with(leaf: Any, attributes: dict[str, Any]) -> Any:
+    """Another object of the same class, with these attributes."""
+    found = copy(leaf)
+    found.__dict__.clear()
+    found.__dict__.update(_copy(attributes))
+    return found
 
 
 class _Save(torch.autograd.Function):

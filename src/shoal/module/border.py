@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from shoal.module.calls import calls_of
+from shoal.module.repeated import Again, forget, note
 from shoal.module.scripted import is_scripted
 from shoal.precision import Precision, cast_floating, is_floating
 
@@ -26,6 +29,7 @@ def cast_at_the_border(module: nn.Module, chosen: Precision, closed: Collection[
     `closed`: modules inside of which nothing is hooked, since hooks there would be compiled, or cost time.
     """
 
+    @_border_hook
     def inputs(part: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floating((args, kwargs), chosen.model) if part is module or _from_outside(hooked) else None
 
@@ -38,6 +42,12 @@ def cast_at_the_border(module: nn.Module, chosen: Precision, closed: Collection[
             part.register_forward_pre_hook(inputs, with_kwargs=True)
         if chosen.low:
             part.register_forward_hook(outputs)
+
+
+def _border_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a hook as one of the border, by which a checkpointed call knows whether it is outside of a model."""
+    hook.is_at_border = True  # type: ignore[attr-defined]
+    return hook
 
 
 class _Hooked:
@@ -65,10 +75,54 @@ def _parts(module: nn.Module, closed: Collection[int]) -> list[nn.Module]:
 
 
 def _from_outside(known: _Hooked) -> bool:
-    """Whether of the modules `known` only one is being called: by the loss, not by another, nor again by backward."""
+    """Whether of the modules `known` only one is being called: by the loss, not by another, nor again by backward, but
+    where that runs again what the loss has checkpointed."""
     if torch.compiler.is_compiling():  # the forward of a module around it
         return False
-    return torch._C._current_graph_task_id() == -1 and next(islice(calls_of(known), 1, None), None) is None
+    is_first = torch._C._current_graph_task_id() == -1 or _again.is_open
+    return is_first and next(islice(calls_of(known), 1, None), None) is None
+
+
+class _AnyModel:
+    """The modules at whose border something is cast, of whatever model."""
+
+    def __contains__(self, part: object) -> bool:
+        hooks = part._forward_pre_hooks.values() if isinstance(part, nn.Module) else ()
+        return any(hasattr(hook, "is_at_border") for hook in hooks)
+
+
+class _Again(threading.local):
+    """Whether backward runs again, in this thread, what a loss has checkpointed outside of its model."""
+
+    is_open = False
+
+
+_again = _Again()
+
+
+@contextmanager
+def _from_outside_again() -> Iterator[None]:
+    before, _again.is_open = _again.is_open, True
+    try:
+        yield
+    finally:
+        _again.is_open = before
+
+
+def _outside() -> Again | None:
+    """Of a checkpointed call that begins outside of all models: where it is run again it is outside, too."""
+    return _from_outside_again if next(calls_of(_AnyModel()), None) is None else None
+
+
+@contextmanager
+def checkpoints_outside() -> Iterator[None]:
+    """Inside, where a loss is computed, what it checkpoints outside of its model is cast again at the border when
+    backward runs it again."""
+    note(_outside)
+    try:
+        yield
+    finally:
+        forget(_outside)
 
 
 def _cast_results(tree: Any, dtype: torch.dtype) -> Any:

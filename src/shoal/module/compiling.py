@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from shoal.device import is_accelerator
 from shoal.errors import UserError, did_you_mean
@@ -23,8 +23,8 @@ from shoal.module.stand_in import StandIn
 def recomputable(module: nn.Module) -> list[nn.Module]:
     """Returns the parts whose activations can be recomputed one by one.
 
-    They are the blocks, or, without blocks, the modules that the outermost Sequentials run one after the other; a
-    Sequential of plain layers is one part.
+    They are the blocks, or, without blocks, the modules that the outermost Sequentials run one after the other, also in
+    Sequentials in these (the stages of torchvision's ConvNeXt); a Sequential of plain layers is one part.
     """
     found = blocks(module)
     if found == [module]:
@@ -59,8 +59,12 @@ def nothing_to_recompute() -> UserError:
 
 
 def _parts(sequence: nn.Module) -> list[nn.Module]:
+    """What a Sequential runs one after the other, also in plain Sequentials in it; itself where that is single
+    layers."""
     children = list(sequence.children())
-    return children if any(list(child.children()) or isinstance(child, StandIn) for child in children) else [sequence]
+    if not any(list(child.children()) or isinstance(child, StandIn) for child in children):
+        return [sequence]
+    return [part for child in children for part in (_parts(child) if type(child) is nn.Sequential else [child])]
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -216,7 +220,11 @@ def _branch(
     """Stands in for `torch.cond`; in a dry run, where nothing has values, it takes the first branch."""
     if torch.compiler.is_exporting():
         return _torch_cond(pred, true_fn, false_fn, operands)
-    return (true_fn if isinstance(pred, FakeTensor) or bool(pred) else false_fn)(*operands)
+    try:
+        taken = bool(pred)
+    except DataDependentOutputException:
+        taken = True
+    return (true_fn if taken else false_fn)(*operands)
 
 
 def _is_compiled_outside(part: nn.Module) -> bool:

@@ -18,6 +18,16 @@ from shoal.pipeline.model import PipelinedModule
 from shoal.pipeline.runner import Runner
 
 
+def why_no_hook(stages: int) -> str | None:
+    """Why hooks on parameters cannot see their gradients where ranks have so many stages; None where there is one."""
+    if stages == 1:
+        return None
+    return (
+        f"plan.pp = {stages}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last "
+        "stage knows the count"
+    )
+
+
 class PipelineParallel(Axis):
     """Runs the stages of this rank by `runner`.
 
@@ -61,10 +71,7 @@ class PipelineParallel(Axis):
         return PipelinedModule(self.runner, lockstep, flush)
 
     def why_no_hook(self, layout: Layout | None) -> str | None:
-        return (
-            f"plan.pp = {self.size}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last "
-            "stage knows the count"
-        )
+        return why_no_hook(self.size)
 
     def add_squares(self, squares: Tensor) -> Tensor:
         return self.group.all_reduce(squares, purpose="norm")

@@ -29,6 +29,7 @@ from shoal.module.compiling import as_written
 from shoal.module.reads import Reads
 from shoal.parallel.axis import StaysHere
 from shoal.pipeline.derivatives import BETWEEN, Derivatives, with_derivatives
+from shoal.pipeline.handed import Handed, changed
 from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
@@ -187,12 +188,13 @@ class _Look(Calls):
         self._check_not_apart(unit)
         self.use([vars(each) for each in part.modules()])  # a forward may put a tensor on a part
         self.use(_hidden((args, kwargs), set()))
-        before = attributes(part)
+        before, handed = attributes(part), Handed(args, kwargs)
+        there = handed.now()
         self.in_a_part = True
         with self.marks.paused():
             result, beside = with_derivatives(partial(self._split.taps.run, unit, part), args, kwargs)
         self.in_a_part = False
-        call, behind = self.count(unit), left(part, before)
+        call, behind = self.count(unit), {**left(part, before), **changed(there, handed.now())}
         travels = self._stage < max(self._split.stages)
         if travels:
             self.given[unit, call] = self._given(unit, (result, beside, behind))
@@ -215,7 +217,7 @@ class _Look(Calls):
                 "all parts behind it to the last stage (plan.stages), or take plan.pp = 1"
             ) from error
 
-    def elsewhere(self, unit: int) -> Any:
+    def elsewhere(self, unit: int, args: Any, kwargs: Any) -> Any:
         self._check_not_apart(unit)
         if function := _function_around():
             raise _Unfit(
@@ -245,7 +247,7 @@ class _Look(Calls):
 
         result, beside, behind = given.made(placeholder)
         self._split.taps.replay(unit, beside)
-        put(self._split.units[unit].module, behind)
+        put(self._split.units[unit].module, Handed(args, kwargs).put(behind))
         return result
 
     def derived(self) -> None:

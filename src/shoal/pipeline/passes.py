@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserError
 from shoal.pipeline.arrived import Box
+from shoal.pipeline.handed import Handed
 from shoal.pipeline.left import put, read
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Value
 from shoal.pipeline.split import Split
@@ -59,7 +60,7 @@ class Pass(Calls):
         self._in_a_part = False
         call = self.count(unit)
         given = self._routes.given(unit, call)
-        behind = {} if given is None else read(part, given.left)
+        behind = {} if given is None else read(part, given.left) | Handed(args, kwargs).read(given.left)
         for place, leaf in enumerate(tree_leaves((result, beside, behind))):
             value = Value(unit, call, place)
             if value in self._wanted:
@@ -79,8 +80,8 @@ class Pass(Calls):
                     )
         return result
 
-    def elsewhere(self, unit: int) -> Any:
-        return self._of_others(unit, self.count(unit))
+    def elsewhere(self, unit: int, args: Any, kwargs: Any) -> Any:
+        return self._of_others(unit, self.count(unit), Handed(args, kwargs))
 
     def why(self, error: Exception) -> str:
         """What `error`, with which the forward has ended, comes of where that is the cut; "" where a part has failed,
@@ -92,7 +93,7 @@ class Pass(Calls):
             f"({type(error).__name__}: {error}): {WITHIN}"
         )
 
-    def again(self, unit: int) -> Any:
+    def again(self, unit: int, args: Any, kwargs: Any) -> Any:
         """Returns the result of another stage's part for a forward that backward runs again."""
         if self.called(unit) > 1:
             raise UserError(
@@ -100,9 +101,9 @@ class Pass(Calls):
                 "inside torch.utils.checkpoint.checkpoint, which does not say which call that "
                 'is: take plan.recompute = "full" in its place'
             )
-        return self._of_others(unit, 0)
+        return self._of_others(unit, 0, Handed(args, kwargs))
 
-    def _of_others(self, unit: int, call: int) -> Any:
+    def _of_others(self, unit: int, call: int, handed: Handed) -> Any:
         given: Given | None = self._routes.given(unit, call)
         if given is None:
             raise UserError(
@@ -122,7 +123,7 @@ class Pass(Calls):
 
         result, beside, behind = given.made(tensor)
         self._split.taps.replay(unit, beside)
-        put(self._split.units[unit].module, behind)
+        put(self._split.units[unit].module, handed.put(behind))
         return result
 
     def sent(self, value: Value) -> Tensor:
@@ -150,8 +151,8 @@ class Again:
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         return part(*args, **kwargs)
 
-    def elsewhere(self, unit: int) -> Any:
-        return self._before.again(unit)
+    def elsewhere(self, unit: int, args: Any, kwargs: Any) -> Any:
+        return self._before.again(unit, args, kwargs)
 
 
 def _values(table: Any) -> Iterable[Tensor | None]:

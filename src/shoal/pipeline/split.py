@@ -39,7 +39,7 @@ class Forward(Protocol):
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns the result of a part of this stage, which it calls."""
 
-    def elsewhere(self, unit: int) -> Any:
+    def elsewhere(self, unit: int, args: Any, kwargs: Any) -> Any:
         """Returns the result of a part of another stage."""
 
 
@@ -215,7 +215,7 @@ class Split:
             return self._forward.own(unit, self.units[unit].module, args, kwargs)
         if self.stages[unit] > self._stage:
             raise Left
-        return self._forward.elsewhere(unit)
+        return self._forward.elsewhere(unit, args, kwargs)
 
 
 def _places(module: nn.Module, units: Sequence[Unit]) -> list[list[tuple[nn.Module, str]]]:

@@ -198,9 +198,11 @@ def _by_name(units: Sequence[Unit], names: Sequence[Sequence[str]]) -> list[int]
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
     found = blocks(module)
-    if found == [module]:
+    sequences = found == [module]
+    if sequences:
         found = recomputable(module)  # no blocks: the model may be cut between any two of these
-    return [block for block in found if type(block) is not nn.Sequential and any(True for _ in block.parameters())]
+    found = [block for block in found if type(block) is not nn.Sequential and any(True for _ in block.parameters())]
+    return [] if sequences and len(found) == 1 else found  # of one no stages could be made, of its parts they can
 
 
 def _is_part(part: nn.Module, repeated: Collection[int]) -> bool:

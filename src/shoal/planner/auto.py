@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.assembly.arguments import check_arguments
+from shoal.assembly.recipe import Recipe
 from shoal.comm import World
 from shoal.comm.first import from_first
-from shoal.errors import UserError
+from shoal.data import stack_samples
+from shoal.errors import ArgumentError, UserError
 from shoal.launch import join
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import without_values
@@ -42,16 +45,20 @@ from shoal.planner.untraced import without_trace
 from shoal.precision import precision as precision_named
 from shoal.toml import plan_text
 from shoal.training.loss import Loss
-from shoal.training.microbatches import check_routing, largest_share
+from shoal.training.microbatches import check_microbatch, check_routing, largest_share
 
 LOG = logging.getLogger(__name__)
+_NOTHING = dict.fromkeys(("schedule", "collate", "tensor_rules", "clip", "clip_value"))
+_USUAL = {"sync_bn": False, "keep_gradients": False, "seed": 0, "norms_every": 0, "dropout": "keyed"}
+_OTHERS: Mapping[str, Any] = {**_NOTHING, **_USUAL}
+"""The arguments of Engine that a plan does not depend on, as they are by default."""
 
 
 def auto_plan(
     model: Callable[[], nn.Module],
     loss: Loss,
     optimizer: OptimizerFactory,
-    sample: Mapping[str, Tensor],
+    sample: Mapping[str, Any],
     *,
     global_batch: int,
     microbatch: int | None = None,
@@ -65,7 +72,7 @@ def auto_plan(
     """Returns the fastest plan for `Engine`, and its microbatch. A collective call: rank 0 asks, and tells the others.
 
     model: a factory, as for Engine; it may be any module, of transformers, timm or one's own.
-    sample: one row of the data, as the dataset gives it.
+    sample: one row of the data, as the dataset gives it: a dict of tensors, arrays or numbers.
     microbatch: rows of a forward, if they are given; they must be for a model with statistics over a batch.
     pins: fields of the plan that are given, e.g. {"tp": 2}.
     buffers: as for Engine: where several replicas cannot keep them as one process would, there is one, unless
@@ -76,11 +83,11 @@ def auto_plan(
     warning of what could not be traced. Raises UserError, on all ranks alike, where nothing is legal or fits, or where
     `pins` ask for what only a trace could tell; it says what is missing.
     """
-    world, numbers = world or join(), precision_named(precision)
-    subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
+    row, world, numbers = _row_of(locals()), world or join(), precision_named(precision)
+    subject = Subject(model, loss, row, 1, numbers, Plan(), param_groups)
     groups = groups_of(world) if cluster is None else None
     ran = run_together(world, subject, global_batch, microbatch) if cluster is None else ()
-    given, length = pins or {}, tokens_of(sample) or None
+    given, length = pins or {}, tokens_of(row) or None
 
     def find() -> tuple[dict[str, Any], int]:
         check_pins(given)
@@ -107,6 +114,21 @@ def auto_plan(
 
     table, rows = from_first(world.everyone, find, "auto_plan: ")
     return Plan.from_dict(table), rows
+
+
+def _row_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The row of the data among the arguments of `auto_plan`, as an engine would have it. Raises UserError for those
+    that an engine would refuse, in its words."""
+    engine = {**_OTHERS, **given, "plan": None}
+    check_arguments(engine)
+    Recipe.taken_from(engine)
+    check_microbatch(given["microbatch"], given["global_batch"])
+    if isinstance(given["model"], nn.Module):
+        remedy = "give a function that makes one, such as lambda: Model(config)"
+        raise ArgumentError("model", f" is a ready module, and a plan is found by making it anew: {remedy}")
+    if not isinstance(given["pins"], Mapping | None):
+        raise ArgumentError("pins", f' = {given["pins"]!r:.100}: give a table of fields of a plan, such as {{"tp": 2}}')
+    return {key: each[0] for key, each in stack_samples([given["sample"]]).items()}
 
 
 def _with_compiled(asked: Task, subject: Subject, pays: bool) -> Task:
@@ -149,7 +171,8 @@ def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Pl
     cluster, last = task.cluster, Spread.of(plan).stages - 1
     on_host = cluster.hosts[0].device.on_host
     ranks = min(cluster.per_host, plan.size)
-    machine = Machine(min(host.memory for host in cluster.hosts), None if on_host else cluster.memory, ranks)
+    memory = min(host.memory for host in cluster.hosts)
+    machine = Machine(memory, None if on_host else cluster.memory, ranks, cluster.is_here)
     own = replace(subject, microbatch=estimate.choice.microbatch, plan=plan)
     recorded = _recorded(own, sorted({0, min(1, last), last}))
     asked = optimizer, plan, subject.precision, machine, estimate.microbatches

@@ -24,6 +24,7 @@ from shoal.module.build import build_blank
 from shoal.module.known_calls import NEW, KnownCalls
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
+from shoal.planner.finite import note_ones
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
 from shoal.planner.recording import Event, Recording, Staged
 from shoal.planner.stages import AllStages, agrees_of
@@ -104,6 +105,7 @@ def loss_of(ready: Prepared, subject: Subject) -> Tensor:
     """Computes the loss of a microbatch, with what is added to it."""
     rows, sample = subject.microbatch, subject.sample
     batch = {key: torch.empty(rows, *each.shape, dtype=each.dtype) for key, each in sample.items()}
+    note_ones(ready.calls, batch, sample)
     ready.local.randomness.begin(0, range(rows))
     for axis in ready.local.axes:
         with _disable_current_modes():

@@ -281,7 +281,7 @@ def _computed(lane: Lane, stages: Sequence[Pace], slow: int) -> tuple[float, flo
         work = lane.works[place]
         own = stages[place].forward - work.sent_forward
         forward += own
-        backward += own * work.backward / work.forward  # on a device as fast
+        backward += own * work.backward / work.forward if work.forward else 0.0  # on a device as fast
     return forward, backward
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.buddy import steps_between
 from shoal.optim.groups import OptimizerFactory, small_optimizer, state_keys
+from shoal.optim.tiers.disk import room_for_pages
 from shoal.optim.tiers.pager import in_turn
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan, option_name
@@ -47,11 +46,12 @@ AT_HOME = "plan.memory.host"
 @dataclass(frozen=True)
 class Machine:
     """Bytes that are free: of each GPU (`device`, None where there is none: then all is in the host's memory), and of
-    each host for its `ranks`."""
+    each host for its `ranks`. `is_here`: whether it is this machine, of whose disks one can look what is free."""
 
     host: int
     device: int | None = None
     ranks: int = 1
+    is_here: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Prediction:
         for tier, needed, allowed in self._at_home():
             if needed > allowed:
                 return f"{tier} = {units.size(allowed)} is too little: take {units.enough(needed)} at least"
+        if DISK in fits and fits[DISK].free < 0:
+            least, there = units.enough(fits[DISK].needed), units.size(fits[DISK].available)
+            return (
+                f"{DISK}: {there} are free for a rank, and it takes {least}: free as much there, or name another disk"
+            )
         if GPU not in fits:
             nbytes += self.need.total("host")
         elif fits[HOST].free < 0:
@@ -106,8 +111,7 @@ class Prediction:
         return f"a dry run counts {units.enough(nbytes)}" if nbytes > most else ""
 
     def _at_home(self) -> Iterator[tuple[str, int, int]]:
-        """What is needed of host and disk, and what the plan gives of them. How much of a disk is free says nothing of
-        that of another machine."""
+        """What is needed of host and disk, and what the plan gives of them."""
         yield from ((fit.memory, fit.needed, fit.available) for fit in self.fits if fit.memory == AT_HOME)
         allowed = budget(self.plan.memory, torch.device("cpu"))
         if allowed is not None and allowed.disk is not None and allowed.disk.size is not None:
@@ -224,11 +228,6 @@ def _limits(plan: Plan, machine: Machine) -> tuple[int | None, int | None]:
     return (None, None) if allowed is None else (allowed.device, allowed.chunk)
 
 
-def existing(path: Path) -> Path:
-    """The nearest directory above `path`, or itself, that is there."""
-    return next(each for each in (path, *path.absolute().parents) if each.is_dir())
-
-
 def _fits(
     need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, limit: int | None, one: int
 ) -> Iterator[Fit]:
@@ -239,8 +238,10 @@ def _fits(
     if allowed is not None and allowed.host is not None:
         yield Fit(AT_HOME, _at_home(need, allowed, one), allowed.host)
     if allowed is not None and allowed.disk is not None:
-        free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
-        yield Fit(DISK, need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
+        given = [] if allowed.disk.size is None else [allowed.disk.size]
+        free = [room_for_pages(allowed.disk.path) // machine.ranks] if machine.is_here else []
+        if given or free:
+            yield Fit(DISK, need.total("disk"), min([*given, *free]))
     if machine.device is not None:
         yield Fit(GPU, need.total("device"), machine.device)
         yield Fit(HOST, need.total("host", machine.ranks), machine.host)

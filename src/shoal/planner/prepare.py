@@ -32,13 +32,13 @@ from shoal.errors import ShoalError, UserError
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.module.build import Built
 from shoal.module.kept_outside import nothing_kept_outside
-from shoal.module.known_calls import KnownCalls
 from shoal.module.random import host_draws, keyed_functional
 from shoal.module.value_checks import values_unchecked
 from shoal.optim.groups import GroupRule
 from shoal.parallel.context.documents import searching
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
+from shoal.planner.finite import FiniteCalls, masks_seen
 from shoal.precision import Precision
 from shoal.training.loss import Loss
 
@@ -132,7 +132,7 @@ class Prepared:
     options: list[dict[str, Any]]
     whole: int
     buffers: int
-    calls: KnownCalls
+    calls: FiniteCalls
 
     def sent(self) -> dict[str, int]:
         """Bytes of payload so far, by purpose."""
@@ -164,7 +164,8 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         local = localize(model, among, plain, rules=rules, in_stages=False)
         parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)
-        calls = stack.enter_context(KnownCalls(mode))
+        calls = stack.enter_context(FiniteCalls(mode))
+        stack.enter_context(masks_seen(calls))
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))

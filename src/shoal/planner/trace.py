@@ -9,7 +9,6 @@ engine's own hooks see, and what travels is what the groups of a silent world bo
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,18 +16,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
 from shoal.chunks import Gather
-from shoal.chunks.make import EXPERTS
 from shoal.comm.ledger import Traffic, class_of
+from shoal.errors import UserError
 from shoal.module.batchnorm import RunningStatistics
-from shoal.module.build import Built, build_blank
+from shoal.module.build import build_blank
 from shoal.pipeline.units import Unit, units_of
 from shoal.planner.alike import alike, kind_of, outline
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
+from shoal.planner.elements import elements_of, parameters_of, shared_among
 from shoal.planner.positions import Positions, positions_of
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
 from shoal.planner.temporaries import Lives, lives
@@ -113,10 +114,30 @@ class Trace:
 def trace(subject: Subject) -> Trace:
     """Traces one microbatch of `subject`, without stages. Raises UserError for a model that cannot be run or cut so."""
     with in_one_line(), _quiet():
-        built = build_blank(subject.factory)
-        units = units_of(built.module)
-        with prepared(built, subject) as ready:
-            return _trace(ready, built, units, subject)
+        try:
+            return _made(subject, True)
+        except _StoodIn:  # what the model looks for, such as what a block leaves on itself, is not there then
+            return _made(subject, False)
+
+
+class _StoodIn(Exception):
+    """Raised where a model cannot be run with tensors in place of what blocks that are alike would give."""
+
+
+def _made(subject: Subject, stand_in: bool) -> Trace:
+    """`stand_in`: whether blocks that are alike are run once."""
+    built = build_blank(subject.factory)
+    units = units_of(built.module)
+    with prepared(built, subject) as ready:
+        looker = _Looker(ready, units, stand_in)
+        try:
+            return _trace(looker, ready, units, subject)
+        except (UserError, DataDependentOutputException, DynamicOutputShapeException):
+            raise
+        except Exception as error:  # somebody else's code
+            if looker.stood_in:
+                raise _StoodIn from error
+            raise
 
 
 @contextmanager
@@ -130,14 +151,13 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subject) -> Trace:
-    looker = _Looker(ready, units)
+def _trace(looker: _Looker, ready: Prepared, units: Sequence[Unit], subject: Subject) -> Trace:
     events = run(ready, subject, looker.through)
     sizes = {name: parameter.nbytes for name, parameter in ready.local.module.named_parameters()}
-    parts = _parameters(ready.local.module, units)
-    shared = _shared(ready.local.module, parts)
+    parts = parameters_of(ready.local.module, units)
+    shared = shared_among(ready.local.module, parts)
     tied, tied_trained = (sum(each) for each in zip((0, 0), *shared.values(), strict=True))
-    numbers = [_elements(ready, own) for own in parts]
+    numbers = [elements_of(ready, own) for own in parts]
     weights, trained, experts, largest, tensors = zip(*numbers, strict=True) if numbers else ((),) * 5
     own = weights, trained, experts, largest, tensors, lives(events, sizes, shared.keys())
     running = RunningStatistics(ready.local.module)
@@ -146,56 +166,25 @@ def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subjec
     return Trace(tuple(looker.found), *own, *ends)
 
 
-def _shared(module: nn.Module, parts: Sequence[Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
-    """Finds the parameters that several parts have: the elements of each, all but once, and those with gradients."""
-    often = Counter(id(each) for own in parts for each in own)
-    found = {}
-    for name, each in module.named_parameters():
-        if (more := often[id(each)] - 1) > 0:
-            found[name] = more * each.numel(), more * each.numel() * each.requires_grad
-    return found
-
-
-def _parameters(module: nn.Module, units: Sequence[Unit]) -> list[list[Tensor]]:
-    """The parameters of each part; the first has those that are in none, as a token of classes beside the layers is."""
-    found = [{id(each): each for each in unit.module.parameters()} for unit in units]
-    inside = {number for own in found for number in own}
-    if found:
-        found[0] |= {id(each): each for each in module.parameters() if id(each) not in inside}
-    return [list(own.values()) for own in found]
-
-
-def _elements(ready: Prepared, own: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
-    """Elements of a part's `own` parameters: all, trained, of stacked experts that are trained, and of the largest; and
-    the number of those trained."""
-    known = {id(parameter): name for name, parameter in ready.local.module.named_parameters()}
-    keys = {name: key for name, _, key in ready.parameters}
-    found = [(each.numel(), keys[known[id(each)]]) for each in own if id(each) in known]
-    return (
-        sum(size for size, _ in found),
-        sum(size for size, key in found if key.trainable),
-        sum(size for size, key in found if key.group == EXPERTS and key.trainable),
-        max((size for size, _ in found), default=0),
-        sum(key.trainable for _, key in found),
-    )
-
-
 _SAVED, _GIVEN, _PACKED, _KIND = range(13, 17)
 """Places of the sums of a unit behind those of Counts."""
 
 
 class _Looker:
-    """Attributes what a dry run shows to `units`; what is done between two of them counts for the first."""
+    """Attributes what a dry run shows to `units`; what is done between two of them counts for the first. `stand_in`:
+    see `_made`; `stood_in`: whether any has been."""
 
-    def __init__(self, ready: Prepared, units: Sequence[Unit]) -> None:
+    def __init__(self, ready: Prepared, units: Sequence[Unit], stand_in: bool) -> None:
         self.found: list[Seen] = []
+        self._stand_in, self.stood_in = stand_in, False
         self._ready, self._units, self._counts = ready, units, Counts()
         self._known: dict[str, Any] = {}
         self._at, self._open = 0, False
         for place, unit in enumerate(units):
-            unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
-            if unit.is_block:
-                unit.module.forward = partial(self._forward, unit, unit.module.forward)
+            if unit.is_block:  # also where the model calls its forward, as SqueezeBert does
+                unit.module.forward = partial(self._forward, place, unit, unit.module.forward)
+            else:
+                unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
 
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
@@ -275,13 +264,15 @@ class _Looker:
         """Backward has gone through a part: what comes belongs to those before it."""
         self._at = min(self._at, max(0, place - 1))
 
-    def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, place: int, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a block, or, where one like it has run, tensors of the same shapes."""
         if not self._open:
             return forward(*args, **kwargs)
+        self._enter(place, unit.module, args, kwargs)
         key = kind_of(unit, (args, kwargs))
         self._sums[self._at][_KIND] = key
-        if key in self._known:
+        if key in self._known and self._stand_in:
+            self.stood_in = True
             return alike(self._known[key], (args, kwargs))
         out = forward(*args, **kwargs)
         self._known[key] = outline(out)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.device import to_device
 from shoal.errors import UserError
+from shoal.module.border import checkpoints_outside
 from shoal.module.compiling import branching
 from shoal.parallel.axis import Axis
 
@@ -39,7 +40,7 @@ class Sums:
 
 def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -> Sums:
     """Runs `loss` and checks its contract; UserError says what it returned instead."""
-    with branching():
+    with branching(), checkpoints_outside():
         result = loss(module, microbatch)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise UserError(

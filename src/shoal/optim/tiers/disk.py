@@ -123,6 +123,14 @@ class Stored:
             os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_DONTNEED)
 
 
+def room_for_pages(path: Path) -> int:
+    """Bytes that pages in the directory `path` may take: those that are free on its disk, and those of an earlier
+    run's there, which new ones replace."""
+    there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    before = (each for each in path.rglob("*") if each.is_file()) if there == path else ()
+    return shutil.disk_usage(there).free + sum(512 * each.stat().st_blocks for each in before)
+
+
 class Disk:
     """Files of one rank in `directory`, which is its own while it runs: at most `capacity` bytes (None: what the disk
     has).

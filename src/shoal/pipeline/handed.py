@@ -1,0 +1,97 @@
+"""What a part changes in the lists, dicts and objects that it is given, such as a list to which each block adds its
+balance loss. The model makes these on every stage, so what a part of another stage has put there goes the way of
+results."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+_HANDED = "\1"
+"""Begins the name of a value in an argument; the indices, keys and attributes that lead there follow."""
+_PLAIN = Tensor | bool | int | float | str
+
+
+class Handed:
+    """The arguments of a call of a part."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._given: dict[int | str, Any] = {**dict[int | str, Any](enumerate(args)), **dict[int | str, Any](kwargs)}
+
+    def now(self) -> dict[str, Any]:
+        """The tensors, numbers and texts that lie in lists, dicts and objects among them, by name."""
+        given = {key: each for key, each in self._given.items() if not isinstance(each, _PLAIN)}
+        return {_HANDED + json.dumps(way): each for way, each in _values(given, (), set())}
+
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of `names` that are of values in them, in this order; None for one that is not there."""
+        own = [name for name in names if name.startswith(_HANDED)]
+        now = self.now() if own else {}
+        return {name: now.get(name) for name in own}
+
+    def put(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes them as another stage has done; returns those of `values` that are of other things."""
+        others = dict[str, Any]()
+        for name, value in values.items():
+            if not name.startswith(_HANDED):
+                others[name] = value
+                continue
+            way = json.loads(name.removeprefix(_HANDED))
+            holder: Any = self._given
+            for key, inside in pairwise(way):
+                holder = _at(holder, key, inside)
+            _set(holder, way[-1], value)
+        return others
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What is there `after` a call and was not, or was another value, `before`."""
+    return {name: value for name, value in after.items() if name not in before or not _same(before[name], value)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+
+
+def _values(holder: Any, way: tuple[int | str, ...], seen: set[int]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """Yields what lies in `holder`, and in what lies there. `seen`: ids of what has been looked into."""
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    table = _table(holder)
+    for key, each in enumerate(table) if not isinstance(table, Mapping) else list(table.items()):
+        if type(key) in (int, str):
+            if isinstance(each, _PLAIN):
+                yield (*way, key), each
+            else:
+                yield from _values(each, (*way, key), seen)
+
+
+def _table(holder: Any) -> Any:
+    """What is found in a holder by indices or keys: in an object its attributes; nothing in modules, classes and
+    functions."""
+    if isinstance(holder, dict | list | tuple | deque):
+        return holder
+    return {} if isinstance(holder, type | nn.Module) or callable(holder) else getattr(holder, "__dict__", {})
+
+
+def _at(holder: Any, key: int | str, inside: int | str) -> Any:
+    """What `key` leads to; a list or dict, by the key `inside` of it, that another stage has made where none is
+    here."""
+    table = _table(holder)
+    if (isinstance(table, Mapping) and key not in table) or (isinstance(key, int) and key >= len(table)):
+        _set(holder, key, [] if isinstance(inside, int) else {})
+    return _table(holder)[key]
+
+
+def _set(holder: Any, key: int | str, value: Any) -> None:
+    table = _table(holder)
+    if isinstance(table, Mapping) or (isinstance(key, int) and key < len(table)):
+        table[key] = value
+    else:
+        table.append(value)
