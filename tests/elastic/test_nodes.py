@@ -213,7 +213,9 @@ def test_a_plan_of_the_planner_that_was_changed_by_hand_is_that_of_later_generat
         return placed(opened, arguments[2], [], place)
 
     found = Plan(pp=2, schedule="zb1p", stages=[1, 1])
-    job = replanned(under(opened, found, 4), found, {"recompute": "full"}, 2).job
+    later = replanned(under(opened, found, 4), found, {"recompute": "full"}, 2)
+    job = later.job
+    assert later.origins["train.microbatch"] == "planner", "as resolved.toml says"
     assert job.plan == replace(found, recompute="full") and job.train.microbatch == 4
     assert not job.auto.wanted and not job.auto.measure, "what a hand has changed is not searched again"
     alone = replanned(replace(opened, job=job), job.plan, {"zero": 1}, 1).job

@@ -68,7 +68,7 @@ from shoal.elastic.relay import Branch
 from shoal.elastic.site import Site
 from shoal.elastic.standstill import Standstill
 from shoal.elastic.tunnel import Tunnel
-from shoal.elastic.waiting import why_it_waits
+from shoal.elastic.waiting import tell_who_waits, why_it_waits
 
 _LOOK, _LOOK_AT_PACES = 0.05, 1.0
 
@@ -284,12 +284,12 @@ class Coordinator:
 
     def _form(self, decision: Form) -> None:
         generation, events = decision.generation, list(decision.events)
-        host, port = self._site.open_store(generation)
-        args = self._site.arrange(generation.size)
+        (host, port), args = self._site.open_store(generation), self._site.arrange(generation.size)
         number, size, nodes = generation.number, generation.size, len(generation.places)
         self._site.say(f"generation {number}: {size} rank(s) on {nodes} node(s) ({generation.why})")
         about = generation.why, generation.step, events, generation.live, args
         self._peers.settle()
+        tell_who_waits(self.machine, self._peers)
         for place in generation.places:
             self._peers.send(place.name, Start(number, place.first, place.ranks, size, host, port, nodes, *about))
 

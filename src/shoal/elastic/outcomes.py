@@ -14,7 +14,7 @@ from shoal.launch.verdict import Ending, verdict
 
 
 def outcome_of(
-    endings: Sequence[Ending], left: Sequence[Left], hang: Hang | None, how: str | None, asked: bool, ranks: int
+    endings: list[Ending], left: Sequence[Left], hang: Hang | None, how: str | None, asked: bool, ranks: int
 ) -> tuple[str, int, str]:
     """Returns outcome, exit code and message (see events.Ended) of a generation of so many `ranks`.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from shoal.elastic.membership import RUNNING, Membership
+from shoal.elastic.messages import Note
+from shoal.elastic.peers import Peers
 
 
 def why_it_waits(machine: Membership, name: str) -> str:
@@ -16,3 +18,10 @@ def why_it_waits(machine: Membership, name: str) -> str:
     if name not in machine.named and machine.phase == RUNNING and len(machine.named) >= machine.limits.maximum:
         return f"{machine.limits.maximum} node(s) train, which is the most: {name} is kept in reserve"
     return ""
+
+
+def tell_who_waits(machine: Membership, peers: Peers) -> None:
+    """Tells the members with whom a new generation would have too many ranks that they wait because of that."""
+    for name in sorted(machine.roster.members.keys() - machine.named):
+        if machine.roster.unfit_with(machine.generation, name, machine.now) and (why := why_it_waits(machine, name)):
+            peers.send(name, Note(why))

@@ -45,8 +45,10 @@ def placed(settled: Settled, path: str, assignments: list[str], place: Place) ->
     auto = Auto(open=True) if place.args and ASKED not in place.args and job.auto.wanted else job.auto
     train = replace(settled.job.train, microbatch=job.train.microbatch)
     job = resuming(replace(settled.job, plan=job.plan, train=train, auto=auto), place.generation)
-    plan = {key: value for key, value in origins.items() if key.startswith("plan.")}
-    return replace(settled, job=job, origins={**settled.origins, **plan})
+    origins = {key: value for key, value in origins.items() if key.startswith("plan.")}
+    if train.microbatch != settled.job.train.microbatch:
+        origins["train.microbatch"] = "planner"  # which chose it for the plan that was changed
+    return replace(settled, job=job, origins={**settled.origins, **origins})
 
 
 class Shown:

@@ -188,6 +188,7 @@ class LiveRank:
         """Leaves the generation, so that the ranks that went on before do so again, without those that have come."""
         self._why_unable = f"{place.size} rank(s) cannot go on, and {self._trained} did: {error}"
         self._unable.add(place.size)
+        self._waited += place.events
         log.warning("%s", self._why_unable)
         raise Halted(HALT) from error
 
@@ -205,8 +206,7 @@ class LiveRank:
     def _begun(self, place: Place, world: World) -> Attempt:
         """Returns the attempt: from what ranks have in memory, else from the newest checkpoint."""
         settled = placed(self._opened, self._path, self._assignments, place)
-        settled = at_size(settled, world)
-        settled = planned(settled, world, runs=False, later=place.generation > 1)  # others stand still meanwhile
+        settled = planned(at_size(settled, world), world, runs=False, later=place.generation > 1)  # others stand still
         why = ""
         if place.live:
             try:

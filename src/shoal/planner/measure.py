@@ -89,7 +89,7 @@ def rates(device: torch.device, dtype: torch.dtype, fresh: bool = False) -> Rate
     key = key_of("rates", device, dtype, torch.get_num_threads())
     with in_turn(lambda: None if fresh else _known_rates(key)) as known:
         if known is not None:
-            return known  # type: ignore[no-any-return]
+            return known
         found = _measured(device, dtype)
         keep(key, asdict(found))
     return found
