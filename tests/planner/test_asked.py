@@ -166,10 +166,22 @@ def test_blocks_whose_forwards_are_called_are_counted() -> None:
     assert direct == hooked and all(part.products.value for part in direct.parts)
 
 
+class OfSums(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 def test_what_hooks_cannot_see_is_no_plan() -> None:
-    """A plan with stages was given, which the engine refused."""
-    with pytest.raises(UserError, match=r"head.weight has a hook .* Remove the hook"):
-        simulate_world(1, partial(planned, pins={"pp": 2}), Hooked)
+    """A plan was given that the engine refused."""
+    for model, pins, said in (
+        (Hooked, {"pp": 2}, r"head.weight has a hook .* Remove the hook"),
+        (OfSums, {"dp": 2, "zero": 2}, "this plan keeps no whole sum of 2 microbatches"),
+        (OfSums, {"dp": 2, "memory": {}}, "this plan keeps no whole sum of 2 microbatches"),
+    ):
+        with pytest.raises(UserError, match=said):
+            simulate_world(1, partial(planned, pins=pins, microbatch=2), model)
+    assert simulate_world(1, partial(planned, pins={"dp": 2, "zero": 2}, microbatch=4), OfSums)[0][0].zero == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from shoal import Plan
 from shoal.planner import Subject
+from shoal.planner.dry_run import dry_run
 from shoal.planner.finite import FiniteCalls
 from shoal.planner.profile import Profile, profile
 from shoal.precision import precision
@@ -39,12 +42,16 @@ def tokens(model: nn.Module, mb: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     return model(**given).logits.sum(), mb["input_ids"].numel()
 
 
-def traced(mask: Tensor | None, encoder: bool = False) -> Profile:
+def subject(mask: Tensor | None, encoder: bool = False) -> Subject:
     kind = partial(masked, "nystromformer", num_landmarks=5, segment_means_seq_len=LENGTH, conv_kernel_size=3)
     model = partial(kind, vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                     num_attention_heads=4) if encoder else partial(causal, "llama", **GROUPED)  # fmt: skip
     row = {"input_ids": torch.zeros(LENGTH, dtype=torch.int64), **({} if mask is None else {"attention_mask": mask})}
-    return profile(Subject(model, tokens, row, 1, precision("fp32")), {})
+    return Subject(model, tokens, row, 1, precision("fp32"))
+
+
+def traced(mask: Tensor | None, encoder: bool = False) -> Profile:
+    return profile(subject(mask, encoder), {})
 
 
 def test_a_mask_of_ones_is_left_out_as_in_training() -> None:
@@ -55,3 +62,4 @@ def test_a_mask_of_ones_is_left_out_as_in_training() -> None:
     )
     assert without == ones == padded / 2 > 0
     assert traced(None, encoder=True).blocks == 2
+    assert len(dry_run(replace(subject(None, encoder=True), plan=Plan(pp=2))).stages) == 1

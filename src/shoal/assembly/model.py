@@ -19,7 +19,7 @@ from shoal.assembly.recipe import Recipe
 from shoal.chunks.adopt import check_free
 from shoal.comm import Group
 from shoal.errors import UserError
-from shoal.exchange.hooks import check_hooks, is_hooked
+from shoal.exchange.hooks import check_hooks, is_hooked, sees_sums
 from shoal.models.adapted import check_adapters
 from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
@@ -55,12 +55,14 @@ from shoal.precision import Precision, set_products
 class WholeModel:
     """A model that has been built and not yet cut.
 
-    `groups`: its parameters by the optimizer's options; `hooked`: those on which the model's author has hooks.
+    `groups`: its parameters by the optimizer's options; `hooked`: those on which the model's author has hooks,
+    `summed`: those of them with one on the accumulated gradient.
     """
 
     built: Built
     groups: ParamGroups
     hooked: Sequence[str]
+    summed: Sequence[str]
 
 
 def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, ranks: Ranks) -> WholeModel:
@@ -96,8 +98,10 @@ def whole_model(built: Built, rule: GroupRule | None) -> WholeModel:
     """What has to be known of the whole of `built`, whose parameters are grouped by `rule`. Raises UserError for
     adapters of single parameters."""
     check_adapters(built.module)
-    hooked = [name for name, parameter in built.module.named_parameters() if is_hooked(parameter)]
-    return WholeModel(built, group_options(built.module.named_parameters(), rule), hooked)
+    named = dict(built.module.named_parameters())
+    hooked = [name for name, parameter in named.items() if is_hooked(parameter)]
+    summed = [name for name in hooked if sees_sums(named[name])]
+    return WholeModel(built, group_options(named.items(), rule), hooked, summed)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,20 @@ def is_hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or _after(parameter))
 
 
+def sees_sums(parameter: Tensor) -> bool:
+    """Returns whether a user's hook is to see the parameter's accumulated gradient."""
+    return bool(_after(parameter))
+
+
+def no_sum(name: str, rounds: int) -> UserError:
+    """Makes the error for a hook on a sum of so many rounds of microbatches that no rank keeps."""
+    return UserError(
+        f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of {rounds} "
+        "microbatches: take register_hook, which sees each microbatch's gradient, one microbatch a rank (a larger "
+        "microbatch=), or a plan with zero <= 1 and without memory"
+    )
+
+
 def watch(parameter: nn.Parameter, arrived: Hook) -> RemovableHandle:
     """Registers `arrived` on the accumulated gradient, also of a parameter that the caller's loop has frozen for now,
     which torch refuses."""
@@ -131,11 +145,7 @@ class UserHooks:
         self._wrap()
         for name, each in self._hooked.items():
             if rounds > 1 and borrows(name) and _after(each):
-                raise UserError(
-                    f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of "
-                    f"{rounds} microbatches: take register_hook, which sees each microbatch's gradient, one microbatch "
-                    "a rank (a larger microbatch=), or a plan with zero <= 1 and without memory"
-                )
+                raise no_sum(name, rounds)
 
     @contextmanager
     def seeing(self, expected: float, count: Tensor, counts: bool) -> Iterator[None]:

@@ -88,7 +88,9 @@ def without_values(factory: Callable[[], nn.Module]) -> nn.Module | None:
     layers."""
     try:
         made = on_meta(factory)
-    except (NotImplementedError, RuntimeError, ValueError, TypeError):
+    except UserError:
+        raise
+    except Exception:  # a constructor may fail there in its own way; what is wrong with it is said where it is built
         return None
     check_shapes(made)
     return made

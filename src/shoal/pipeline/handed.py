@@ -21,7 +21,8 @@ class Handed:
     """The arguments of a call of a part."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._given: dict[int | str, Any] = {**dict[int | str, Any](enumerate(args)), **dict[int | str, Any](kwargs)}
+        self._given = dict[int | str, Any](enumerate(args))
+        self._given.update(kwargs.items())
 
     def now(self) -> dict[str, Any]:
         """The tensors, numbers and texts that lie in lists, dicts and objects among them, by name."""

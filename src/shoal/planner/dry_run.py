@@ -51,6 +51,7 @@ def dry_run(subject: Subject) -> Recording:
             ready.sent(),
             layers=ready.local.parallelized.layers,
             agrees=agrees_of(ready.local),
+            summed=ready.local.whole.summed,
         )
 
 

@@ -25,7 +25,8 @@ _NEVER = {_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default, _ate
 _EQUAL = {_aten.eq.Tensor: True, _aten.eq.Scalar: True, _aten.ne.Tensor: False, _aten.ne.Scalar: False}
 """Comparisons, and whether they are true of what is equal: a finite number is itself, and none of the others."""
 _ONES = {_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default}
-_KEEPS = {_aten.any, _aten.all, _aten.view, _aten.slice, _aten.expand, _aten.unsqueeze, _aten._to_copy}
+_SEEN = {_aten.detach, _aten.alias, _aten.view, _aten.slice, _aten.expand, _aten.unsqueeze}
+_KEEPS = {*_SEEN, _aten.any, _aten.all, _aten._to_copy, _aten.clone}
 """Operations that give of values that are all the same this value."""
 _NOT = {_aten.logical_not, _aten.bitwise_not}
 _BOTH = {_aten.mul: all, _aten.bitwise_and: all, _aten.logical_and: all, _aten.bitwise_or: any, _aten.logical_or: any}
@@ -87,7 +88,7 @@ class FiniteCalls(KnownCalls):
             return None
         if packet in _KEEPS:
             return known
-        if packet in _NOT:
+        if packet in _NOT and first.dtype == torch.bool:
             return not known
         second = self._answers.get(args[1]) if packet in _BOTH and isinstance(args[1], Tensor) else None
         return None if second is None else _BOTH[packet]((known, second))

@@ -25,6 +25,7 @@ from shoal.chunks.tier import AUTO_SHARE
 from shoal.errors import UserError
 from shoal.exchange import Algorithm
 from shoal.exchange.algorithm import USUAL_CHUNK
+from shoal.exchange.hooks import no_sum
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.buddy import steps_between
 from shoal.optim.groups import OptimizerFactory, small_optimizer, state_keys
@@ -197,6 +198,9 @@ def predict(
 
     size = chosen(limit)
     chunks, need = needed(size)
+    borrowed = {slot.name for each in chunks if each.borrows for slot in each.slots} if microbatches > 1 else set()
+    if name := next(filter(borrowed.__contains__, recording.summed), None):
+        raise no_sum(name, microbatches)
     sizes = None
     if passes(plan, place):
         sizes = search(parameters, place.together, precision.grad.itemsize, whole, limit, turns)

@@ -39,6 +39,7 @@ class Recording:
     - `lengths`: of the events of each of these, which follow each other
     - `layers`: what plan.tp and plan.ep made of each layer
     - `ties`: whether stages share weights; `agrees`: what of the model is agreed on at the end of a step
+    - `summed`: parameters of which a hook sees the accumulated gradient
     """
 
     num_parameters: int
@@ -52,6 +53,7 @@ class Recording:
     lengths: tuple[int, ...] = ()
     ties: bool = False
     agrees: Agrees = field(default_factory=Agrees)
+    summed: Sequence[str] = ()
 
     @property
     def activations(self) -> int:
