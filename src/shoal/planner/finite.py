@@ -88,7 +88,7 @@ class FiniteCalls(KnownCalls):
             return None
         if packet in _KEEPS:
             return known
-        if packet in _NOT and first.dtype == torch.bool:
+        if packet in _NOT and isinstance(first, Tensor) and first.dtype == torch.bool:
             return not known
         second = self._answers.get(args[1]) if packet in _BOTH and isinstance(args[1], Tensor) else None
         return None if second is None else _BOTH[packet]((known, second))

@@ -66,6 +66,14 @@ def in_turn(known: Callable[[], Any]) -> Iterator[Any]:
         yield found
 
 
+def ago(at: float) -> str:
+    """Says how long ago something was, by its Unix time."""
+    seconds = max(0.0, time.time() - at)
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 3600:.1f} hours ago" if seconds < 172800 else f"{seconds / 86400:.0f} days ago"
+
+
 def key_of(what: str, device: torch.device, *others: object) -> str:
     """A key that no other machine, device, version of torch or way to measure has."""
     name = f"{os.uname().nodename} {hardware_name(device) or 'CPU'}"

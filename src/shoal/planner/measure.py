@@ -36,7 +36,7 @@ from shoal.device.memory import forget_most_allocated
 from shoal.errors import StorageError
 from shoal.optim.tiers.disk import THREADS, Stored, buffer
 from shoal.planner.cluster import FORMATS, Cluster, Device, Host, Link
-from shoal.planner.kept import crowding, folder, in_turn, keep, key_of, read, threads_of
+from shoal.planner.kept import ago, crowding, folder, in_turn, keep, key_of, read, threads_of
 from shoal.planner.learned import learned, newest
 
 log = logging.getLogger(__name__)
@@ -273,19 +273,12 @@ def here(
 
 def _said(found: Rates, groups: Reaches | None, ranks: int) -> str:
     """What was measured, and when, in one line."""
-    said = f"measured {_ago(found.at)} in {found.took:.1f} s: {found}"
+    said = f"measured {ago(found.at)} in {found.took:.1f} s: {found}"
     if ranks == 1:
         return said
     if groups is None:
         return f"{said}; links assumed, none was measured (shoal plan --measure FILE measures them)"
-    return f"{said}; {_ago(groups.at)} in {groups.took:.1f} s: {groups}"
-
-
-def _ago(at: float) -> str:
-    seconds = max(0.0, time.time() - at)
-    if seconds < 120:
-        return f"{seconds:.0f} s ago"
-    return f"{seconds / 3600:.1f} hours ago" if seconds < 172800 else f"{seconds / 86400:.0f} days ago"
+    return f"{said}; {ago(groups.at)} in {groups.took:.1f} s: {groups}"
 
 
 def _link(reached: Sequence[Reach]) -> Link:
