@@ -10,6 +10,7 @@ from typing import Any
 from shoal.comm import World
 from shoal.errors import UserError, in_section
 from shoal.jobs.choose import Settled, under
+from shoal.jobs.dry_runs import DryRuns
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import build
@@ -23,7 +24,6 @@ from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.confirm import confirm
 from shoal.planner.degrees import Spread, Ways, ways
-from shoal.planner.depth import REPEATED
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.pins import check_traced
@@ -31,6 +31,7 @@ from shoal.planner.policies import is_compiled
 from shoal.planner.predict import lacking_most
 from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import Profile, deepened, profile
+from shoal.planner.repeats import REPEATED
 from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
 from shoal.precision import precision
@@ -209,11 +210,15 @@ def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:
 def confirmed(settled: Settled, task: Task) -> Chosen:
     """Searches, and runs candidates dry, the fastest first, until one is found legal and to fit."""
     task, found, eager = searched(settled, task)
+    runs: DryRuns | None = None
 
     def look(task: Task, estimate: Estimate) -> tuple[tuple[Settled, tuple[Prediction, ...]], str]:
         rows = estimate.choice.microbatch if task.microbatch is None else None
         own = under(settled, estimate.choice.plan(task.pins), rows)
-        predictions = tuple(dry(own, task, estimate))
+        nonlocal runs
+        forecast = forecast_of(own, task, runs)
+        runs = forecast.runs
+        predictions = tuple(dry(forecast, own.job.plan))
         return (own, predictions), lacking_most(predictions, task.most)
 
     got = confirm(task, found, look)
@@ -221,13 +226,17 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
     return Chosen(own, got.task, got.estimate, predictions, got.others, got.passed, found, eager)
 
 
-def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:
-    """Predictions for the ranks of a pipeline that are the fullest: the first two and the last; without stages one."""
+def forecast_of(settled: Settled, task: Task, known: DryRuns | None = None) -> Forecast:
+    """Predictions of memory for a job on the machine of a task. `known`: dry runs of the same job under other plans."""
     cluster, plan = task.cluster, settled.job.plan
     on_host = cluster.hosts[0].device.on_host
     memory = min(host.memory for host in cluster.hosts)
     ranks = min(cluster.per_host, plan.size)
     machine = Machine(memory, None if on_host else cluster.memory, ranks, cluster.is_here)
-    forecast = Forecast(settled, machine, 0)
+    return Forecast(settled, machine, 0, known)
+
+
+def dry(forecast: Forecast, plan: Plan) -> list[Prediction]:
+    """Predictions for the ranks of a pipeline that are the fullest: the first two and the last; without stages one."""
     last = Spread.of(plan).stages - 1
     return forecast.of(plan, sorted({0, min(1, last), last}))

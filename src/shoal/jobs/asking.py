@@ -13,7 +13,7 @@ from shoal import units
 from shoal.comm import Reaches, World
 from shoal.device import any_device
 from shoal.errors import UserError, in_section
-from shoal.jobs.answer import Chosen, dry, task_of
+from shoal.jobs.answer import Chosen, dry, forecast_of, task_of
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, under
 from shoal.jobs.gain import SHARE
@@ -111,12 +111,13 @@ def _trials(settled: Settled, chosen: Chosen) -> Trials:
     task = replace(task, microbatch=rows or task.microbatch, exchanges=(how,))
     if option_name(task.pins.get("exchange", how), "exchange") != EXACT:
         task = replace(task, pins={**task.pins, FIELDS["copies"]: chosen.estimate.choice.spread.copies})
-    plans = [(chosen.plan, chosen.estimate.seconds)]
+    plans, runs = [(chosen.plan, chosen.estimate.seconds)], None
     for estimate in search(task).best:
         plan = estimate.choice.plan(task.pins)
         if len(plans) < job.auto.measure and plan not in (each for each, _ in plans):
             with suppress(UserError):  # what a dry run refuses is not tried
-                predictions = dry(under(settled, plan, rows), task, estimate)
+                forecast = forecast_of(under(settled, plan, rows), task, runs)
+                runs, predictions = forecast.runs, dry(forecast, plan)
                 if not any(each.lacking(task.most) for each in predictions):
                     plans.append((plan, estimate.seconds))
     return of_candidates(key_of(job, settled.origins, pinned(job, settled.origins), task.cluster.size), rows, plans)

@@ -12,7 +12,7 @@ from shoal.jobs.choose import Settled, microbatches_of
 from shoal.models import ModelSpec, build
 from shoal.optim.groups import decay_matrices_only
 from shoal.pipeline import schedule_of
-from shoal.plan import Plan
+from shoal.plan import Plan, option_parameters
 from shoal.planner import (
     SHALLOW,
     Blocks,
@@ -28,28 +28,42 @@ from shoal.planner import (
     equal,
     equal_stages,
 )
+from shoal.planner.policies import by_place
+from shoal.planner.treated import (
+    Runs,
+    TreatedStages,
+    fewer,
+    more_of,
+    number_of,
+    recompute_of,
+    runs_by_stage,
+    with_runs,
+)
 from shoal.precision import Precision
 
 Places = tuple[Recording, ...]
 """What the ranks of a pipeline do, by their places in it; without stages of one alone."""
+WORTH = 0.75
+"""The share of a model's blocks that is run dry at most where the others follow from these."""
 COMPARED = 6
 """Blocks of the pipeline, of up to three stages, that is compared with what follows from a deeper one."""
 
 
 class DryRuns:
-    """Dry runs for one job, of models that are given by their `[model]` tables."""
+    """Dry runs for one job, of models that are given by their `[model]` tables. `known`: those for the same job with
+    another plan and microbatch, with which they are shared."""
 
-    def __init__(self, settled: Settled, precision: Precision) -> None:
+    def __init__(self, settled: Settled, precision: Precision, known: DryRuns | None = None) -> None:
         self._precision, self._microbatch = precision, microbatches_of(settled.job)[0]
         self._sample = settled.model.prepare_data(settled.data.train)[0]
         self._groups = decay_matrices_only(settled.job.train.weight_decay)
-        self._recordings: dict[str, Places] = {}
-        self._staged: dict[str, Staged] = {}
-        self._models: dict[str, ModelSpec] = {}
-        self._blocks_of: dict[tuple[str, str], Blocks | None] = {}
-        self._compared: dict[str, Blocks] = {}
-        self._known: dict[str, KnownStages] = {}
-        self._proofs: dict[str, bool] = {}
+        self._recordings: dict[str, Places] = {} if known is None else known._recordings
+        self._staged: dict[str, Staged] = {} if known is None else known._staged
+        self._models: dict[str, ModelSpec] = {} if known is None else known._models
+        self._blocks_of: dict[tuple[str, str], Blocks | None] = {} if known is None else known._blocks_of
+        self._compared: dict[str, Blocks] = {} if known is None else known._compared
+        self._known: dict[str, KnownStages] = {} if known is None else known._known
+        self._proofs: dict[str, bool] = {} if known is None else known._proofs
 
     def model(self, table: Mapping[str, Any]) -> ModelSpec:
         """The model of a table, which is read once."""
@@ -103,6 +117,45 @@ class DryRuns:
             known.add(run, few)
         staged = known.of(numbers)
         return None if staged is None else _by_place(staged, plan)
+
+    def treated(self, table: Mapping[str, Any], depth: str, plan: Plan) -> Places | None:
+        """What the ranks do with a model some of whose blocks `plan` has computed again, from dry runs of fewer; None
+        where that does not say all, or would take about as long."""
+        shallow = {**table, depth: SHALLOW}
+        blocks = self._blocks(shallow, table)
+        if blocks is None:
+            return None
+        numbers: tuple[int, ...] | None = (blocks.number,)
+        if plan.pipelined:
+            numbers = blocks_by_stage(self.model(shallow).factory, blocks.number, plan)
+        if numbers is None:
+            return None
+        runs = runs_by_stage(by_place(option_parameters(plan.recompute), blocks.number), numbers)
+        few = fewer(runs, SHALLOW)
+        more = more_of(runs, few, SHALLOW + 1)
+        if number_of(few) <= SHALLOW or number_of([*few, *more]) > WORTH * blocks.number:
+            return None
+        first = self._with_runs(table, depth, few, plan)
+        if first is None:
+            return None
+        proof = f"{plan.pipelined} {self._family(shallow, replace(plan, recompute='none'))}"
+        if proof not in self._proofs:
+            second, follows = self._with_runs(table, depth, more, plan), _from_runs(first, few, more, blocks)
+            self._proofs[proof] = second is not None and follows is not None and _equal(follows, second)
+        found = _from_runs(first, few, runs, blocks) if self._proofs[proof] else None
+        if found is None:
+            return None
+        return _by_place(found, plan) if isinstance(found, Staged) else (found,)
+
+    def _with_runs(
+        self, table: Mapping[str, Any], depth: str, runs: Sequence[Runs], plan: Plan
+    ) -> Recording | Staged | None:
+        """A dry run of the model with these runs of blocks in its stages, None if its blocks are not alike."""
+        numbers = [number_of([own]) for own in runs]
+        few, plan = {**table, depth: sum(numbers)}, replace(plan, recompute=recompute_of(runs))
+        if self._blocks({**table, depth: SHALLOW}, few) is None:
+            return None
+        return self._stages(few, in_stages(plan, numbers)) if plan.pipelined else self.whole(few, plan)[0]
 
     def as_assumed(self, table: Mapping[str, Any], depth: str) -> bool:
         """Whether a model's blocks are what `deep` takes them for where it is not to be sure."""
@@ -164,7 +217,8 @@ class DryRuns:
         """Equal where a dry run is: by all settings of the model, since what one table leaves to a preset or a default,
         another may give."""
         model = self.model(table)
-        return repr((model.name, table.get("loss"), model.values, plan.recompute, plan.division))
+        settings = model.name, table.get("loss"), model.values
+        return repr((*settings, self._microbatch, plan.recompute, plan.division))
 
     def _family(self, shallow: Mapping[str, Any], plan: Plan) -> str:
         """Equal for models that differ by their depth, and plans that differ by their stages alone."""
@@ -179,6 +233,22 @@ class DryRuns:
             if found is not None:
                 self._compared[pair[0]] = found
         return self._blocks_of[pair]
+
+
+def _from_runs(
+    one: Recording | Staged, known: Sequence[Runs], wanted: Sequence[Runs], blocks: Blocks
+) -> Recording | Staged | None:
+    """What the ranks do with a model whose stages have the runs `wanted`, from `one` with `known`."""
+    if isinstance(one, Staged):
+        return TreatedStages(blocks, one, known).of(wanted)
+    return with_runs(one, known[0], wanted[0], blocks)
+
+
+def _equal(one: Recording | Staged, other: Recording | Staged) -> bool:
+    """Whether they say the same of memory."""
+    if isinstance(one, Staged):
+        return isinstance(other, Staged) and equal_stages(one, other)
+    return isinstance(other, Recording) and equal(one, other)
 
 
 def in_stages(plan: Plan, numbers: Sequence[int]) -> Plan:

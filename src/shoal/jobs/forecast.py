@@ -57,16 +57,17 @@ def needed(prediction: Prediction) -> int:
 
 
 class Forecast:
-    """Predictions for one job. A dry run is made once for each model, recompute policy and pipeline."""
+    """Predictions for one job. A dry run is made once for each model, recompute policy and pipeline; `known`: those of
+    the same job under another plan."""
 
-    def __init__(self, settled: Settled, machine: Machine, process: int) -> None:
+    def __init__(self, settled: Settled, machine: Machine, process: int, known: DryRuns | None = None) -> None:
         self._settled, self._machine, self._process = settled, machine, process
         train = settled.job.train
         with in_section("train"):
             self._precision = precision(train.precision)
         self._optimizer = optimizer_named(train.optimizer, train.lr)
         self.microbatch, self._microbatches = microbatches_of(settled.job)
-        self._runs = DryRuns(settled, self._precision)
+        self.runs = DryRuns(settled, self._precision, known)
         run = settled.job.run
         self._asks = Asks(train.sync_bn, "norms_every" if run.norms_every else None, run.verify_every > 0)
 
@@ -80,9 +81,9 @@ class Forecast:
         table, own = self._settled.job.model, self._settled.job.plan
         if plan != own and option_name(plan.recompute, "recompute") == "full" and not _names_blocks(own):
             found = self._family
-            if found is not None and found.depth is not None and self._runs.proved(table, found.depth, own):
-                return self._runs.deep(table, found.depth, plan) or self._runs.whole(table, plan)
-        return self._runs.whole(table, plan)
+            if found is not None and found.depth is not None and self.runs.proved(table, found.depth, own):
+                return self.runs.deep(table, found.depth, plan) or self.runs.whole(table, plan)
+        return self.runs.whole(table, plan)
 
     def predict(self, plan: Plan) -> Prediction:
         """Predicts the rank that needs most; a host has what all its ranks need."""
@@ -95,11 +96,12 @@ class Forecast:
     def of(self, plan: Plan, places: Iterable[int]) -> list[Prediction]:
         """Predicts some places of the pipeline; a deep model by a shallow one that says all."""
         job, values = self._settled.job, self._settled.model.values
-        own, deep = None if _names_blocks(plan) else self._family, None
+        own, deep = None if names_blocks(plan.placements or {}) else self._family, None
         if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
             with suppress(UserError):  # the model cannot be as shallow
-                deep = self._runs.deep(job.model, own.depth, plan)
-        recorded = deep or self._runs.whole(job.model, plan)
+                several = option_name(plan.recompute, "recompute") == "blocks"
+                deep = (self.runs.treated if several else self.runs.deep)(job.model, own.depth, plan)
+        recorded = deep or self.runs.whole(job.model, plan)
         return [self._predict(recorded[place], plan, self._alike(plan)) for place in places]
 
     @cached_property
@@ -110,7 +112,7 @@ class Forecast:
         found = family(job.model, self._settled.model.values)
         if found is not None and found.depth is not None:
             try:
-                self._runs.model(found.member(found.own + 1))
+                self.runs.model(found.member(found.own + 1))
             except UserError:
                 return None
         return found
@@ -168,15 +170,15 @@ class Forecast:
         """Whether the models on either side of the largest size are what the search took them for, so that those
         between, which were not built, do not matter."""
         key, job = found.depth, self._settled.job
-        if key is None or not self._runs.proved(job.model, key, plan):
+        if key is None or not self.runs.proved(job.model, key, plan):
             return True
-        return all(self._runs.as_assumed(found.member(size), key) for size in sizes)
+        return all(self.runs.as_assumed(found.member(size), key) for size in sizes)
 
     def _too_few(self, found: Family, even: int) -> int:
         """The largest size, in steps of `even`, that has fewer blocks than the plan has stages; 0 if none has."""
         plan, size = self._settled.job.plan, 0
         stages = schedule_of(plan, 1).stages if plan.pipelined else 1
-        while stages > 1 and self._runs.model(found.member(even * (size + 1))).values[str(found.depth)] < stages:
+        while stages > 1 and self.runs.model(found.member(even * (size + 1))).values[str(found.depth)] < stages:
             size += 1
         return size
 
@@ -187,7 +189,7 @@ class Forecast:
         prediction = self.predict(job.plan)
         ranks, process = self._machine.ranks, prediction.need.of("process")
         known = {few: min(fit.available - ranks * process * (fit.memory == HOST) for fit in prediction.fits)}
-        is_member = found.own % even == 0 and self._runs.model(found.member(found.own)).values == model.values
+        is_member = found.own % even == 0 and self.runs.model(found.member(found.own)).values == model.values
         if is_member and job.plan.stages is None:
             known[found.own // even] = prediction.free
         return known
@@ -195,7 +197,7 @@ class Forecast:
     def _members(self, found: Family, plan: Plan, sure: bool) -> Members:
         """Records members of a family by size: from few blocks, if that proves exact for the job's own model. `sure`:
         each member is built to see that its blocks are alike."""
-        key, runs = found.depth, self._runs
+        key, runs = found.depth, self.runs
         proved = key is not None and runs.proved(self._settled.job.model, key, plan)
 
         @cache

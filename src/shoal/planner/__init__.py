@@ -1,7 +1,7 @@
 """What a plan will need, said before anything is trained: memory by role and tier, and the largest model that fits."""
 
 from shoal.planner.deep_stages import KnownStages, blocks_by_stage, equal_stages
-from shoal.planner.depth import SHALLOW, Blocks, alike_blocks, deepened
+from shoal.planner.depth import Blocks, alike_blocks, deepened
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
@@ -10,6 +10,7 @@ from shoal.planner.parts import Part, as_cut, parts_of, with_stages
 from shoal.planner.predict import BUDGET, DISK, HOST, Asks, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.prepare import Subject
 from shoal.planner.recording import Recording, Staged, equal
+from shoal.planner.repeats import SHALLOW
 from shoal.planner.state import State, optimizer_state
 
 __all__ = [

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from shoal.module.blank import on_meta
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import Plan
-from shoal.planner.depth import REPEATED, SHALLOW, Blocks, Shift, more_events, more_parameters, repeated
+from shoal.planner.depth import Blocks
 from shoal.planner.recording import OneStage, Staged, equal
+from shoal.planner.repeats import REPEATED, SHALLOW, Shift, more_events, more_parameters, repeated
 
 
 def blocks_by_stage(shallow: Callable[[], nn.Module], number: int, plan: Plan) -> tuple[int, ...] | None:
@@ -56,13 +57,14 @@ class KnownStages:
         """Adds the stages of a model, which have so many blocks each."""
         if self._run is None:
             self._run, self._number = run, sum(numbers)
-        for place, (stage, kind) in enumerate(zip(run.stages, _kinds(numbers), strict=True)):
-            self._stages.setdefault(kind, _moved(stage, -sum(numbers[:place]), self._shifted))
+        for place, (stage, end, number) in enumerate(zip(run.stages, ends_of(numbers), numbers, strict=True)):
+            self._stages.setdefault((end, number), moved(stage, -sum(numbers[:place]), self._shifted))
 
     def lacking(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """The blocks of each stage of a small pipeline, of more than `SHALLOW` in all, that has to be run dry before
         `of(numbers)` knows all stages; empty where it does."""
-        unknown = {(end, min(number, SHALLOW)) for end, number in _kinds(numbers) if not self._source(end, number)}
+        kinds = zip(ends_of(numbers), numbers, strict=True)
+        unknown = {(end, min(number, SHALLOW)) for end, number in kinds if not self._source(end, number)}
         if not unknown:
             return ()
         first, last = (next((number for at, number in unknown if at == end), 0) for end in ("first", "last"))
@@ -85,12 +87,12 @@ class KnownStages:
         if parameters is None:
             return None
         stages: list[OneStage] = []
-        for place, (end, number) in enumerate(_kinds(numbers)):
+        for place, (end, number) in enumerate(zip(ends_of(numbers), numbers, strict=True)):
             source = self._source(end, number)
             found = _with_blocks(self._stages[end, source], source, number, self._blocks, self._shifted)
             if found is None:
                 return None
-            stages.append(_moved(found, sum(numbers[:place]), self._shifted))
+            stages.append(moved(found, sum(numbers[:place]), self._shifted))
         whole = self._run.num_parameters + more * self._blocks.parameters
         return replace(self._run, num_parameters=whole, parameters=parameters, stages=tuple(stages))
 
@@ -109,10 +111,10 @@ def equal_stages(one: Staged | None, other: Staged) -> bool:
     return all(equal(*pair) and pair[0].stages == pair[1].stages for pair in both)
 
 
-def _kinds(numbers: Sequence[int]) -> Iterator[tuple[End, int]]:
-    """Which stage of a pipeline each is, with its number of blocks."""
-    for place, number in enumerate(numbers):
-        yield "first" if place == 0 else "last" if place == len(numbers) - 1 else "between", number
+def ends_of(stages: Sequence[Any]) -> list[End]:
+    """Where each of the stages of a pipeline is."""
+    last = len(stages) - 1
+    return ["first" if place == 0 else "last" if place == last else "between" for place in range(len(stages))]
 
 
 def _with_blocks(one: OneStage, known: int, number: int, blocks: Blocks, shifted: Shift) -> OneStage | None:
@@ -136,7 +138,7 @@ def _with_blocks(one: OneStage, known: int, number: int, blocks: Blocks, shifted
     return replace(one, events=events, forwards=forwards, names=frozenset(names), buffers=buffers)
 
 
-def _moved(one: OneStage, by: int, shifted: Shift) -> OneStage:
+def moved(one: OneStage, by: int, shifted: Shift) -> OneStage:
     """Returns the stage as one of blocks that come so many later."""
     if not by:
         return one

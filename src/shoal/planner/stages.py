@@ -127,10 +127,15 @@ def _without_blanks(events: Sequence[Event]) -> list[Event]:
     other stages."""
     first = next((place for place, (what, _) in enumerate(events) if what == "use"), len(events))
     kept: list[Event] = []
+    blanks: list[int] = []  # places in `kept` of what may be one
     for event in events[:first]:
-        before: Any = kept[-1] if kept else ("live", 0)
-        if before[0] == "live" and event == ("live", -before[1]) and 0 < before[1] <= BLANK:
-            kept.pop()
-        else:
-            kept.append(event)
+        what, size = event
+        of_blank: Any = next((place for place in reversed(blanks) if kept[place][1] == -size), None)  # type: ignore[operator]
+        if what == "live" and of_blank is not None:
+            del kept[of_blank]
+            blanks = [place - (place > of_blank) for place in blanks if place != of_blank]
+            continue
+        if what == "live" and 0 < size <= BLANK:  # type: ignore[operator]
+            blanks.append(len(kept))
+        kept.append(event)
     return [*kept, *events[first:]]
