@@ -130,8 +130,9 @@ def _without_blanks(events: Sequence[Event]) -> list[Event]:
     blanks: list[int] = []  # places in `kept` of what may be one
     for event in events[:first]:
         what, size = event
-        of_blank: Any = next((place for place in reversed(blanks) if kept[place][1] == -size), None)  # type: ignore[operator]
-        if what == "live" and of_blank is not None:
+        alike = (place for place in reversed(blanks) if kept[place] == ("live", -size))  # type: ignore[operator]
+        of_blank = next(alike, None) if what == "live" else None
+        if of_blank is not None:
             del kept[of_blank]
             blanks = [place - (place > of_blank) for place in blanks if place != of_blank]
             continue
