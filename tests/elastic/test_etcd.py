@@ -347,6 +347,25 @@ async def test_no_etcd_another_server_and_a_wrong_password_are_said() -> None:
     cluster.close()
 
 
+@pytest.mark.fast
+@in_a_loop
+async def test_a_cluster_that_hangs_up_may_speak_tls_however_it_does_so() -> None:
+    """With bytes of the request unread the line is reset, which is another error than its end."""
+
+    def hang_up(server: socket.socket, reads: int) -> None:
+        end, _ = server.accept()
+        end.recv(reads)
+        end.close()
+
+    for reads in (1, 1 << 16):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=hang_up, args=(server, reads))
+            thread.start()
+            with pytest.raises(Unreachable, match=r"it hung up; if it speaks TLS, write etcds://"):
+                await Etcd(parse(f"etcd://127.0.0.1:{server.getsockname()[1]}/x")).get("x")
+            thread.join()
+
+
 @in_a_loop
 async def test_the_next_endpoint_is_asked_and_remembered() -> None:
     cluster = Pretended()

@@ -287,6 +287,24 @@ def test_the_ranks_of_a_node_that_is_killed_are_missed_and_no_more(coordinates: 
 
 
 @pytest.mark.matrix
+def test_a_node_whose_ranks_are_too_many_holds_the_others_for_a_moment_and_trains_once_another_has_come(
+    run: Run, undisturbed
+):
+    run.slowly()
+    run.start("plan.exchange={name='hierarchical', ranks_per_host=2}", nodes="1:3", ranks=2)
+    run.trains(10, world=2)
+    before = run.ranks()
+    run.join(1).wait_for(r"3 rank\(s\) with those of .* could not go on")
+    run.trains(20, world=2, seconds=60)
+    assert run.ranks() == before
+    run.join(1)
+    run.trains(20, world=4)
+    run.fast()
+    run.ends()
+    same(run, undisturbed)
+
+
+@pytest.mark.matrix
 def test_nodes_come_and_leave_between_two_steps(run: Run, undisturbed):
     run.start(nodes="1:3", ranks=1)
     run.trains(10, world=1)

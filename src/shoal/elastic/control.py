@@ -80,7 +80,7 @@ class Warm:
 class Left:
     """The rank has left its generation. `step`: the last one that it committed; `holds`: whether the state of that step
     is in its memory; `asked`: whether it left after a step because it was told to; `unsaved`: why the newest checkpoint
-    is not written, "" if it is or none was asked for; `unable`: why so many ranks cannot go on, where fewer did."""
+    is not written, "" if it is or none was asked for; `unable`: why so many ranks cannot go on, "" if they can."""
 
     generation: int
     step: int

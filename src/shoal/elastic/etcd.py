@@ -230,7 +230,7 @@ class Etcd:
             connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
             answer = connection.getresponse()
             data = answer.read(MOST_BYTES)
-        except http.client.RemoteDisconnected as error:
+        except (ConnectionResetError, BrokenPipeError) as error:  # at the end of the line, or with bytes on the way
             hint = "" if self.address.tls else "; if it speaks TLS, write etcds://"
             raise ConnectionResetError(f"it hung up{hint}") from error
         except ssl.SSLError as error:

@@ -77,7 +77,7 @@ class Ended:
 
     outcome: "finished" (the training is complete), "stopped" (as they were asked to), "failed" (one of them is at
         fault), "killed" (one was, by a signal), "lost" (they failed because ranks elsewhere were gone) or "unable" (so
-        many ranks cannot go on, where fewer did).
+        many ranks cannot go on).
     code: the exit code of a failure.
     step: the last step that they committed, -1 where that is not known.
     ranks: how many processes wait there for a place now. holds: whether one of them has the state in memory.

@@ -1,4 +1,4 @@
-"""Numbers of ranks with which a job cannot go on, though it does with fewer: who would make them so many waits."""
+"""Numbers of ranks with which a job cannot go on: who would make them so many, and is not needed, waits."""
 
 from __future__ import annotations
 

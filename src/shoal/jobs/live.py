@@ -74,7 +74,7 @@ class LiveRank:
         self._attempt: Attempt | None = None  # the last one
         self._recorded: Kept = [], [], []  # of timelines that were cut short
         self._waited = list[str]()  # what has happened since the last generation that could go on
-        self._trained, self._unable, self._why_unable = 0, set[int](), ""  # sizes of worlds that went on, and could not
+        self._trained, self._unable, self._why_unable = 0, set[int](), ""  # sizes of the world that went on last, not
         self._output = [os.dup(1), os.dup(2)]
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -171,22 +171,22 @@ class LiveRank:
         return has_lost_peer(error) or self._control.leaves_now(seconds)
 
     def _begin(self, place: Place, world: World) -> Attempt:
-        """Returns the attempt of this generation. Raises Halted where so many ranks cannot go on, but fewer did or the
-        membership has changed since; where it does not, or no generation has begun, the UserError that says why."""
+        """Returns the attempt of this generation. Raises Halted where so many ranks cannot go on: some of them are left
+        out, or the membership has changed; where neither is so, or none has begun, the UserError that says why."""
         try:
             attempt = self._begun(place, world)
         except UserError as error:
             if place.step <= 0 and not place.live:
                 raise
-            if place.size > self._trained > 0 and place.size not in self._unable:
+            if self._trained and place.size not in self._unable:
                 self._leave_to_fewer(place, error)
             self._wait_for_others(place, error)
         self._waited, self._trained, self._unable = [], place.size, set()
         return attempt
 
     def _leave_to_fewer(self, place: Place, error: UserError) -> NoReturn:
-        """Leaves the generation, so that the ranks that went on before do so again, without those that have come."""
-        self._why_unable = f"{place.size} rank(s) cannot go on, and {self._trained} did: {error}"
+        """Leaves the generation: those that have nothing in memory are left out of the next one, if there are any."""
+        self._why_unable = f"{place.size} rank(s) cannot go on, as {self._trained} did before: {error}"
         self._unable.add(place.size)
         self._waited += place.events
         log.warning("%s", self._why_unable)
