@@ -10,6 +10,7 @@ from shoal import Plan
 from shoal.module import known_calls
 from shoal.module.known_calls import KnownCalls
 from shoal.planner import Subject, dry_run, prepare
+from shoal.planner.finite import FiniteCalls
 from shoal.precision import precision
 from tests.parity.cases import CASES
 
@@ -129,7 +130,7 @@ def test_a_given_result_gets_its_shape_each_time():
             assert result.shape == (2,)
 
 
-class Forgetful(KnownCalls):
+class Forgetful(FiniteCalls):
     """Runs all operations."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -140,18 +141,18 @@ class Forgetful(KnownCalls):
 
 
 def recorded(case, mode, monkeypatch):
-    monkeypatch.setattr(prepare, "KnownCalls", mode)
+    monkeypatch.setattr(prepare, "FiniteCalls", mode)
     given = CASES[case]
     return dry_run(Subject(given.factory, given.loss, given.data()[0], 2, precision("bf16"), Plan()))
 
 
 @pytest.mark.parametrize("case", ["gpt-rotary-dropout", "resnet-batchnorm", "moe"])
 def test_a_dry_run_sees_the_same(case, monkeypatch):
-    assert recorded(case, KnownCalls, monkeypatch) == recorded(case, Forgetful, monkeypatch)
+    assert recorded(case, FiniteCalls, monkeypatch) == recorded(case, Forgetful, monkeypatch)
 
 
 def test_a_tensor_that_is_given_twice_stays_one(monkeypatch):
     """OneDNN's LSTM gives its two biases one gradient, of which torch's own cache makes two."""
     monkeypatch.setattr(known_calls, "_KNOWN", {})
     FakeTensorMode.cache_clear()
-    assert recorded("lstm", KnownCalls, monkeypatch) == recorded("lstm", KnownCalls, monkeypatch)
+    assert recorded("lstm", FiniteCalls, monkeypatch) == recorded("lstm", FiniteCalls, monkeypatch)
