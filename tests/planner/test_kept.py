@@ -25,7 +25,7 @@ def test_processes_that_ask_at_once_measure_once(cache_of_its_own, monkeypatch):
     def measured(*_: object) -> Rates:
         calls.append(time.monotonic())
         time.sleep(0.1)
-        return Rates({"fp64": 1.0}, ((1.0, 1.0),), 1.0, 1.0, 1.0, 0.0, 0.1, time.time())
+        return Rates({"fp64": 1.0}, ((1.0, 1.0),), 1.0, 1.0, 1.0, 1.0, 0.0, 0.1, time.time())
 
     def ask(_: int) -> Rates:
         at_once.wait()
