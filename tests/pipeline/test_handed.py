@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.simulation import simulate_world
+from shoal.errors import UserError
 from tests.pipeline.running import losses_of
 
 WIDTH = 8
@@ -49,10 +51,10 @@ def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return (model(mb["x"]) - mb["y"]).square().sum(), torch.tensor(mb["x"].numel())
 
 
-def losses(world: Any, plan: dict[str, Any]) -> list[float]:
+def losses(world: Any, plan: dict[str, Any], model: Any = Model) -> list[float]:
     draw = torch.Generator().manual_seed(1)
     rows = [{key: torch.randn(WIDTH, generator=draw) for key in ("x", "y")} for _ in range(16)]
-    return losses_of(world, Model, squares, rows, plan, 8)
+    return losses_of(world, model, squares, rows, plan, 8)
 
 
 @pytest.mark.parametrize("plan", [{"pp": 2}, {"pp": 2, "schedule": "zbv"}, {"pp": 2, "recompute": "full"}], ids=str)
@@ -68,3 +70,21 @@ def test_what_blocks_add_to_arguments_is_there_where_they_are_computed_again(rec
     """Blocks put it into copies, and the model went on without it; backward would put it there once more."""
     whole, again = (simulate_world(1, losses, plan)[0] for plan in ({}, {"recompute": recompute}))
     assert again == pytest.approx(whole, rel=1e-6)
+
+
+class Takes(Adds):
+    def forward(self, x: Tensor, sizes: list[Tensor], inside: tuple[dict[str, Any]], *, state: Any) -> Tensor:
+        inside[0].pop("sum", None)
+        return self.product(x)
+
+
+class Taking(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Takes()
+
+
+def test_a_block_that_takes_something_out_is_refused_in_stages() -> None:
+    """Later stages would find it there."""
+    with pytest.raises(UserError, match=r"blocks.1 takes something out of a list, .* or take plan.pp = 1"):
+        simulate_world(2, partial(losses, model=Taking), {"pp": 2})

@@ -29,7 +29,7 @@ from shoal.module.compiling import as_written
 from shoal.module.reads import Reads
 from shoal.parallel.axis import StaysHere
 from shoal.pipeline.derivatives import BETWEEN, Derivatives, with_derivatives
-from shoal.pipeline.handed import Handed, changed
+from shoal.pipeline.handed import Handed, changed, hidden
 from shoal.pipeline.left import attributes, left, put
 from shoal.pipeline.marks import Marks
 from shoal.pipeline.routes import WITHIN, Calls, Given, Routes, Shape, Stage, Value
@@ -187,14 +187,20 @@ class _Look(Calls):
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self._check_not_apart(unit)
         self.use([vars(each) for each in part.modules()])  # a forward may put a tensor on a part
-        self.use(_hidden((args, kwargs), set()))
+        self.use(hidden((args, kwargs), set()))
         before, handed = attributes(part), Handed(args, kwargs)
         there = handed.now()
         self.in_a_part = True
         with self.marks.paused():
             result, beside = with_derivatives(partial(self._split.taps.run, unit, part), args, kwargs)
         self.in_a_part = False
-        call, behind = self.count(unit), {**left(part, before), **changed(there, handed.now())}
+        now = handed.now()
+        if there.keys() - now.keys():
+            raise _Unfit(
+                f"{self._split.units[unit].name} takes something out of a list, a dict or an object that it is given, "
+                "which parts of other stages would find there: let the model do so, or take plan.pp = 1"
+            )
+        call, behind = self.count(unit), {**left(part, before), **changed(there, now)}
         travels = self._stage < max(self._split.stages)
         if travels:
             self.given[unit, call] = self._given(unit, (result, beside, behind))
@@ -280,19 +286,6 @@ def _why_not_given(part: str, leaf: Any) -> str:
         f"{part} gives a {type(leaf).__name__}, in which tensors are not found: let it give tensors, tuples, dicts, or "
         "a class that torch.utils._pytree.register_dataclass or register_pytree_node has made known"
     )
-
-
-def _hidden(values: Any, seen: set[int]) -> list[Tensor]:
-    """Returns the tensors in `values`, also those in objects that torch takes for constants, such as a cache of
-    keys and values. `seen`: ids of objects that have been looked into."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            found += _hidden(dict(vars(leaf)), seen)
-    return found
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _HANDED = "\1"
 """Begins the name of a value in an argument; the indices, keys and attributes that lead there follow."""
@@ -96,3 +97,16 @@ def _set(holder: Any, key: int | str, value: Any) -> None:
         table[key] = value
     else:
         table.append(value)
+
+
+def hidden(values: Any, seen: set[int]) -> list[Tensor]:
+    """Returns the tensors in `values`, also those in objects that torch takes for constants, such as a cache of
+    keys and values. `seen`: ids of objects that have been looked into."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            found += hidden(dict(vars(leaf)), seen)
+    return found
