@@ -41,7 +41,7 @@ REDUCED_AT_ONCE = 0.05
 MET = {"": 5, "experts": 12}
 """Launches that Python takes of a host's cores for each call in a forward or backward, by what ranks divide: autograd's
 function around it, the books of the group, and what deals tokens out. Measured, on a GPT and a Mixtral."""
-SELECTED = 70
+SELECTED = 50
 """And for each in a block where torch asks of every operation, and of those that the call itself makes, whether to
 keep what it gives. Measured on the same, cut by matrices, tokens and both."""
 
