@@ -72,6 +72,34 @@ def test_what_blocks_add_to_arguments_is_there_where_they_are_computed_again(rec
     assert again == pytest.approx(whole, rel=1e-6)
 
 
+class Begins(Adds):
+    """Makes the list to which it adds, where there is nothing yet."""
+
+    def forward(self, x: Tensor, *_: Any, state: Any) -> Tensor:
+        y = self.product(x).tanh()
+        state.aux = [] if state.aux is None else state.aux
+        state.aux.append(y.square().mean())
+        return y
+
+
+class Beginning(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Begins() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = SimpleNamespace(aux=None)
+        for block in self.blocks:
+            x = block(x, state=state)
+        return x + sum(state.aux)
+
+
+def test_a_list_that_a_block_puts_where_there_was_nothing_is_there_in_all_stages() -> None:
+    whole = simulate_world(1, partial(losses, model=Beginning), {})[0]
+    for each in simulate_world(2, partial(losses, model=Beginning), {"pp": 2}):
+        assert each == pytest.approx(whole, rel=1e-5)
+
+
 class Takes(Adds):
     def forward(self, x: Tensor, sizes: list[Tensor], inside: tuple[dict[str, Any]], *, state: Any) -> Tensor:
         inside[0].pop("sum", None)

@@ -5,13 +5,13 @@ results."""
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from shoal.pipeline.left import put_in, table_of
 
 _HANDED = "\1"
 """Begins the name of a value in an argument; the indices, keys and attributes that lead there follow."""
@@ -31,7 +31,7 @@ class Handed:
         return {_HANDED + json.dumps(way): each for way, each in _values(given, (), set())}
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of `names` that are of values in them, in this order; None for one that is not there."""
+        """Returns those of `names` that are of values in them, in this order; None for one that is not there."""
         own = [name for name in names if name.startswith(_HANDED)]
         now = self.now() if own else {}
         return {name: now.get(name) for name in own}
@@ -43,11 +43,7 @@ class Handed:
             if not name.startswith(_HANDED):
                 others[name] = value
                 continue
-            way = json.loads(name.removeprefix(_HANDED))
-            holder: Any = self._given
-            for key, inside in pairwise(way):
-                holder = _at(holder, key, inside)
-            _set(holder, way[-1], value)
+            put_in(self._given, json.loads(name.removeprefix(_HANDED)), value)
         return others
 
 
@@ -65,38 +61,13 @@ def _values(holder: Any, way: tuple[int | str, ...], seen: set[int]) -> Iterator
     if id(holder) in seen:
         return
     seen.add(id(holder))
-    table = _table(holder)
+    table = table_of(holder)
     for key, each in enumerate(table) if not isinstance(table, Mapping) else list(table.items()):
         if type(key) in (int, str):
             if isinstance(each, _PLAIN):
                 yield (*way, key), each
             else:
                 yield from _values(each, (*way, key), seen)
-
-
-def _table(holder: Any) -> Any:
-    """What is found in a holder by indices or keys: in an object its attributes; nothing in modules, classes and
-    functions."""
-    if isinstance(holder, dict | list | tuple | deque):
-        return holder
-    return {} if isinstance(holder, type | nn.Module) or callable(holder) else getattr(holder, "__dict__", {})
-
-
-def _at(holder: Any, key: int | str, inside: int | str) -> Any:
-    """What `key` leads to; a list or dict, by the key `inside` of it, that another stage has made where none is
-    here."""
-    table = _table(holder)
-    if (isinstance(table, Mapping) and key not in table) or (isinstance(key, int) and key >= len(table)):
-        _set(holder, key, [] if isinstance(inside, int) else {})
-    return _table(holder)[key]
-
-
-def _set(holder: Any, key: int | str, value: Any) -> None:
-    table = _table(holder)
-    if isinstance(table, Mapping) or (isinstance(key, int) and key < len(table)):
-        table[key] = value
-    else:
-        table.append(value)
 
 
 def hidden(values: Any, seen: set[int]) -> list[Tensor]:

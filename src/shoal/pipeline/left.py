@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,29 +61,46 @@ def put(part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         path, _, key = attribute.rpartition(".")
         module = part.get_submodule(path)
         if way:
-            _put_in(vars(module), [key, *json.loads(way)], value)
+            put_in(vars(module), [key, *json.loads(way)], value)
         else:
             leave(module, key, value)
 
 
-def _put_in(holder: Any, way: list[int | str], value: Tensor) -> None:
-    """Sets what `way` leads to from a list or dict, to which another stage has added it, with those on the way that are
-    not here yet."""
+def put_in(holder: Any, way: Sequence[int | str], value: Any) -> None:
+    """Sets what `way` leads to from a list, dict or object, to which another stage has added it, with the lists and
+    dicts on the way that are not here yet."""
     for key, inside in itertools.pairwise(way):
-        if not isinstance(_at(holder, key), list | dict | deque):
+        if not _holds(_at(holder, key)):
             _set(holder, key, [] if isinstance(inside, int) else {})
-        holder = holder[key]
+        holder = _at(holder, key)
     _set(holder, way[-1], value)
 
 
+def table_of(holder: Any) -> Any:
+    """Returns what is found in a holder by indices or keys: in an object its attributes; nothing in modules, classes
+    and functions."""
+    if isinstance(holder, dict | list | tuple | deque):
+        return holder
+    return vars(holder) if _holds(holder) else {}
+
+
+def _holds(value: Any) -> bool:
+    """Whether something may be put into a value by indices, keys or attributes."""
+    if isinstance(value, dict | list | tuple | deque):
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and not callable(value)
+
+
 def _at(holder: Any, key: int | str) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(key)
-    return holder[key] if isinstance(key, int) and key < len(holder) else None
+    table = table_of(holder)
+    if isinstance(table, dict):
+        return table.get(key)
+    return table[key] if isinstance(key, int) and key < len(table) else None
 
 
 def _set(holder: Any, key: int | str, value: Any) -> None:
-    if isinstance(holder, dict) or (isinstance(key, int) and key < len(holder)):
-        holder[key] = value
+    table = table_of(holder)
+    if isinstance(table, dict) or (isinstance(key, int) and key < len(table)):
+        table[key] = value
     else:
-        holder.append(value)
+        table.append(value)
