@@ -110,7 +110,7 @@ def _from_outside_again() -> Iterator[None]:
 
 
 def _outside() -> Again | None:
-    """Of a checkpointed call that begins outside of all models: where it is run again it is outside, too."""
+    """Notes of a checkpointed call that begins outside of all models that it is outside, too, where it runs again."""
     return _from_outside_again if next(calls_of(_AnyModel()), None) is None else None
 
 

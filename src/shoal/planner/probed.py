@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from shoal.planner.cluster import Device, between
@@ -15,7 +16,7 @@ from shoal.planner.task import Task
 
 
 class Factors(NamedTuple):
-    """Of a forward, of a backward, and of what backward computes again: some operations of blocks, and all."""
+    """Factors of a forward, of a backward, and of what backward computes again: some operations of blocks, and all."""
 
     forward: Longer
     backward: Longer
@@ -28,10 +29,11 @@ class ByRows:
 
     def __init__(self, task: Task, slowest: Device) -> None:
         self._task, self._slowest = task, slowest
+        self._apart = cache(self._find_apart)
 
     def of(self, own: Sequence[PartProfile], spread: Spread, rows: float) -> Factors:
-        """Those of the parts `own` in a microbatch of `rows` rows, of which a rank of those that divide rows or tokens
-        has a share."""
+        """Returns those of the parts `own` in a microbatch of `rows` rows, of which ranks that divide rows or tokens
+        have a share each."""
         if not self._task.probed:
             return Factors(Longer(), Longer(), 1.0, 1.0)
         whole, rowwise = math.fsum(part.products.value for part in own), spread._replace(parts=1)
@@ -45,7 +47,7 @@ class ByRows:
     def _at(self, place: int, rows: float) -> float:
         return between([(each[0], each[place]) for each in self._task.probed], rows)
 
-    def _apart(self, times: Times, place: int, rows: float) -> Longer:
+    def _find_apart(self, times: Times, place: int, rows: float) -> Longer:
         """What ranks divide takes a share of its time, and Python does not: the launches take what the line through the
         two smallest numbers of rows that are known has at none, between what is counted and what they take where each
         comes once; the work is the rest."""
