@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.parallel.axis import StaysHere
 from shoal.pipeline.left import put_in, table_of
 
 _HANDED = "\1"
@@ -57,8 +58,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _values(holder: Any, way: tuple[int | str, ...], seen: set[int]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Yields what lies in `holder`, and in what lies there. `seen`: ids of what has been looked into."""
-    if id(holder) in seen:
+    """Yields what lies in `holder`, and in what lies there, but not in logits whose ranks divide them. `seen`: ids of
+    what has been looked into."""
+    if id(holder) in seen or isinstance(holder, StaysHere):
         return
     seen.add(id(holder))
     table = table_of(holder)
