@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm import World
+from shoal.comm.reaches import hosts_of
 from shoal.comm.world import Seat
 from shoal.device import stand_in
 from shoal.errors import LaunchError, UserError
@@ -116,3 +117,28 @@ def test_the_ranks_that_are_left_meet_without_the_others():
     found = run_ranks(_without, 3)
     assert all("give the numbers of the ranks that have failed" in each for said, _ in found for each in said)
     assert [each for _, each in found] == [(0, 2, 2, [0, 2]), None, (1, 2, 2, [0, 2])]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "on_host", "per_host"),
+    [
+        (["a"], [1], 1),
+        (["a", "a", "a", "a"], [4, 4, 4, 4], 4),
+        (["a", "a", "b", "b"], [2, 2, 2, 2], 2),
+        (["a", "a", "a", "b"], [3, 3, 3, 1], 1),
+        (["a", "b", "a", "b"], [2, 2, 2, 2], 1),
+    ],
+)
+def test_a_host_is_told_by_what_it_is_whoever_has_started_its_ranks(hosts, on_host, per_host):
+    """Two nodes of a job, or two agents of torchrun, on one host say each that theirs has a rank."""
+    store = dist.HashStore()
+
+    def meet(rank: int) -> tuple[int, int, int]:
+        world = World(rank, len(hosts), seat=Seat(0, 1, hosts[rank]), store=store, device="cpu")
+        found = world.on_host, world.per_host, hosts_of(world)[1]
+        world.everyone.barrier()
+        return found
+
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        found = list(threads.map(meet, range(len(hosts))))
+    assert found == [(number, per_host, per_host) for number in on_host]

@@ -162,7 +162,7 @@ def test_ranks_measure_their_link_only_where_a_slow_one_matters(
 ) -> None:
     """Two hosts: survivors of a job that nothing could gain for do not wait for a measurement where a rank joins."""
     everyone = SimpleNamespace(rank=0, broadcast_object=lambda value: value)
-    world: Any = SimpleNamespace(size=2, local_size=1, rank=0, device=torch.device("cpu"), everyone=everyone)
+    world: Any = SimpleNamespace(size=2, on_host=1, rank=0, device=torch.device("cpu"), everyone=everyone)
     measured = list[object]()
 
     def link_of(group: object, _: torch.device) -> Measured:

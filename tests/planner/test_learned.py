@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from threading import Thread
 from typing import Any
 
@@ -110,6 +111,9 @@ def test_predictions_take_what_was_learned(cache: Path, monkeypatch: Any) -> Non
     assert "learned from run" in found.said[1]
     crowded = measure.here(8, 8, torch.float32).hosts[0].device  # on two cores; of as many ranks nothing was learned
     assert (crowded.flops["fp32"], crowded.launch, crowded.backward) == (0.25e9, 4e-6, 1.0)
+    monkeypatch.setattr(measure.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    apart = measure.here(8, 1, torch.float32, sharing=8)  # of one host, but not side by side
+    assert apart.memory == 2**27 and apart.hosts[0].device.flops["fp32"] == 0.25e9 and apart.per_host == 1
 
 
 def row(operation: str, payload: int, seconds: float, across: bool = False, ranks: int = 2) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def groups(world: World, cache: str) -> tuple[Reaches | None, Reaches | None, Re
     return (
         measure.groups_of(world),
         measure.groups_of(world),
-        measure.known_groups(world.device, world.size, world.local_size, [world.host]),
+        measure.known_groups(world.device, world.size, world.on_host, [world.host]),
     )
 
 

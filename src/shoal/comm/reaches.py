@@ -8,7 +8,6 @@ ranks that do nothing else it takes a fraction of that."""
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -105,8 +104,7 @@ def reached_from_wire(said: Mapping[str, Any]) -> dict[str, tuple[Reach, ...]]:
 def hosts_of(world: World) -> tuple[tuple[str, ...], int]:
     """The names of the hosts of a world, and into how many ranks the ranks of each of them can be grouped. A collective
     call."""
-    told = world.everyone.all_gather_object([world.host, world.local_size])
-    return tuple(sorted({host for host, _ in told})), math.gcd(*(number for _, number in told))
+    return tuple(sorted({*world.everyone.all_gather_object(world.host)})), world.per_host
 
 
 def measure_reaches(world: World) -> Reaches:

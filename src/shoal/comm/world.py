@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import socket
 import weakref
@@ -245,6 +247,23 @@ class World:
     def waiting(self) -> tuple[float, str] | None:
         """Returns since when (time.monotonic) this rank has been in which call of a group; None if it is in none."""
         return self._stalls.longest_open()
+
+    @property
+    def hosts(self) -> list[str]:
+        """The host of each rank, as hosts are told apart. As `everyone`, the first use comes from all ranks."""
+        return [self.host_id] if self.everyone.size == 1 else [self._told[rank][0] for rank in range(self.size)]
+
+    @property
+    def on_host(self) -> int:
+        """Number of ranks on this rank's host, whichever launchers and nodes have started them; `local_size` counts
+        those of its own. The first use comes from all ranks."""
+        return self.hosts.count(self.host_id)
+
+    @property
+    def per_host(self) -> int:
+        """The largest number of neighbours in rank, from each multiple of it on, that always share a host. The first
+        use comes from all ranks."""
+        return math.gcd(*(len(list(same)) for _, same in itertools.groupby(self.hosts)))
 
     @property
     def everyone(self) -> Group:

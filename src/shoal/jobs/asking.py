@@ -149,5 +149,7 @@ def cluster_of_ranks(
     """These ranks as a cluster. `groups`, `hosts`: see `here`."""
     with in_section("train"):
         dtype = precision(settled.job.train.precision).model
-    device = world.device if isinstance(world, World) else any_device()
-    return here(world.size, math.gcd(world.local_size, world.size), dtype, device, groups, hosts=hosts)
+    if isinstance(world, World):
+        return here(world.size, world.per_host, dtype, world.device, groups, hosts=hosts, sharing=world.on_host)
+    per_host = math.gcd(world.local_size, world.size)
+    return here(world.size, per_host, dtype, any_device(), groups, hosts=hosts, sharing=world.local_size)

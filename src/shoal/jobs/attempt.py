@@ -283,5 +283,5 @@ class Attempt:
             total=self.settled.total,
             time=time.time(),
             threads=torch.get_num_threads(),
-            on_host=world.local_size,
+            on_host=world.on_host,
         )

@@ -87,7 +87,7 @@ def _why_not_searched(settled: Settled, world: World) -> str | None:
 
 def _share_memory(world: World) -> bool:
     """Whether all ranks are cores of one host, whose link is known well enough."""
-    return world.local_size == world.size and not is_accelerator(world.device)
+    return world.on_host == world.size and not is_accelerator(world.device)
 
 
 def ranks_of(world: World, link: Link) -> Ranks:
@@ -97,7 +97,7 @@ def ranks_of(world: World, link: Link) -> Ranks:
 
 def _memory_of(world: World) -> int:
     """Bytes that are free for a rank."""
-    return free_memory(world.device) or psutil.virtual_memory().available // world.local_size
+    return free_memory(world.device) or psutil.virtual_memory().available // world.on_host
 
 
 def _under_trial(settled: Settled, world: World, later: bool) -> Trials | None:
@@ -118,7 +118,7 @@ def _machine(world: World) -> str:
     """The kind of machine, which decides what steps take: by kind and not by name, as a job that is started again on
     other hosts like these goes on with what was measured, and with which plans have ended it."""
     own = hardware_name(world.device) or f"{usable_cores()} cores of {processor_name()}"
-    return f"{world.local_size} ranks on each host, {own}"
+    return f"{world.on_host} ranks on each host, {own}"
 
 
 def _speaks_of(kept: Trials, job: Job) -> bool:

@@ -32,7 +32,7 @@ def check_device_memory(settled: Settled, world: World) -> None:
         sure = {**sure, "update": "deferred"}
 
     def find() -> list[int] | None:
-        forecast = Forecast(settled, machine_here(world.local_size), process=0)
+        forecast = Forecast(settled, machine_here(world.on_host), process=0)
         try:
             found = forecast.predict(replace(plan, memory=sure))
         except Untraced:  # values decide what it takes: the first step shows whether the budget is enough

@@ -3,7 +3,6 @@ what these steps and some more were spent on."""
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Literal, cast
@@ -94,9 +93,7 @@ class Recording:
             self._group = world.group("terms", world.everyone.ranks) if steps_overlap else world.everyone
         everyone = self._group.all_gather_object(own.to_wire())
         if world.rank == 0:
-            recorder.terms(
-                together(step + 1, list(map(Told.from_wire, everyone)), math.gcd(world.local_size, world.size))
-            )
+            recorder.terms(together(step + 1, list(map(Told.from_wire, everyone)), world.per_host))
 
     def changed(self, step: int) -> None:
         """Samples steps under the plan with which the step numbered `step` begins: the first ones pay for warm-up."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -93,7 +92,7 @@ def auto_plan(
         check_pins(given)
         machine = cluster
         if machine is None:
-            machine = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
+            machine = here(world.size, world.per_host, numbers.model, world.device, groups, sharing=world.on_host)
         values = _settings(model, microbatch)
         check_tokens(given, values, length, machine.size)
         try:

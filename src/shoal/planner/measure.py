@@ -219,20 +219,23 @@ def _groups_key(device: torch.device, ranks: int, on_host: int, hosts: Sequence[
 
 def here(
     ranks: int, on_host: int, dtype: torch.dtype, device: torch.device = CPU, groups: Reaches | None = None,
-    fresh: bool = False, hosts: Sequence[str] = (),
+    fresh: bool = False, hosts: Sequence[str] = (), sharing: int = 0,
 ) -> Cluster:  # fmt: skip
     """This machine as a cluster of `ranks` ranks, `on_host` of them on each host. `groups`: what these reach, where it
-    was measured; else, for what was measured or learned before, `hosts` has their names, where this is not all."""
+    was measured; else, for what was measured or learned before, `hosts` has their names, where this is not all.
+    `sharing`: ranks among which the cores and the memory of this one are shared, where hosts have more than `on_host`,
+    not all alike or not side by side."""
     on_host, own, before = min(on_host, ranks), is_accelerator(device), torch.get_num_threads()
-    torch.set_num_threads(threads_of(device, on_host))
+    sharing = max(on_host, min(sharing, ranks))
+    torch.set_num_threads(threads_of(device, sharing))
     try:
-        found, crowd = rates(device, dtype, fresh), crowding(device, on_host)
+        found, crowd = rates(device, dtype, fresh), crowding(device, sharing)
         hosts = groups.hosts if groups is not None else hosts or (os.uname().nodename,) * (ranks == on_host)
         groups = groups or (known_groups(device, ranks, on_host, hosts) if ranks > 1 and hosts else None)
         known = learned(device, dtype, ranks, on_host, hosts) if hosts else None
     finally:
         torch.set_num_threads(before)
-    memory = int(psutil.virtual_memory().available)
+    memory = int(psutil.virtual_memory().available) * on_host // sharing
     forward, backward, update = (1.0, 1.0, 1.0) if known is None else (known.forward, known.backward, known.update)
     slower = crowd * forward
     what = Device(

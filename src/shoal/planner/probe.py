@@ -76,7 +76,7 @@ def run_together(
     """
     if world.size == 1:
         return ()
-    per_host = math.gcd(world.local_size, world.size)  # as of the cluster that these ranks are
+    per_host = world.per_host  # as of the cluster that these ranks are
     tried, threads = _tried(rows, microbatch), threads_of(CPU, per_host)
     key = _key(subject, tried, threads, settings, per_host)
 
