@@ -6,8 +6,8 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
