@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.comm.signed import derived
 from shoal.elastic.etcd import Etcd, parse
 from shoal.elastic.etcd_election import EtcdElection
-from shoal.elastic.events import END, NOW, Limits
+from shoal.elastic.events import FOR_GOOD, NOW, Limits
 from shoal.elastic.journal import Journal, written
 from shoal.elastic.leadership import Leadership, Node
 from shoal.elastic.messages import Admitted, Paces, Report, Start
@@ -76,7 +76,9 @@ class Crew:
     def leave(self, how: str) -> None:
         if self._now is not None:
             asked = how != NOW
-            self._now.end("stopped" if asked else "lost", step=10 * self._now.start.generation, holds=how != END)
+            self._now.end(
+                "stopped" if asked else "lost", step=10 * self._now.start.generation, holds=how not in FOR_GOOD
+            )
 
     def give_up(self) -> None:
         if self._now is not None and self.stalled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from signal import SIGINT, SIGTERM
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from shoal.elastic.events import (
     END,
     HALT,
+    INTERRUPT,
     NOW,
     SAVE,
     UNABLE,
@@ -35,9 +37,9 @@ from shoal.elastic.events import (
     Stop,
     Tick,
     TookOver,
-    node_limits,
 )
 from shoal.elastic.journal import replay
+from shoal.elastic.limits import node_limits
 from shoal.elastic.membership import DEPOSED, OVER, RUNNING, STOPPING, Membership
 from shoal.elastic.quorum import outnumbered
 from shoal.elastic.waiting import why_it_waits
@@ -158,7 +160,7 @@ def test_a_job_that_is_told_to_end_while_ranks_only_wait_trains_them_once_more_f
     machine = running("a", "b")
     apply(machine, ended(2.0, "a", 1, "killed", 4, ranks=0), Asked(2.1, 2))
     decisions = apply(machine, ended(2.2, "b", 1, "lost", holds=True))
-    assert formed(decisions).live and decisions[-1] == Stop(2, END, "the job was told to end")
+    assert formed(decisions).live and decisions[-1] == Stop(2, INTERRUPT, "the job was told to end")
     assert apply(machine, ended(3.0, "b", 2, "stopped", ranks=0)) == [Finish(130, "the job was told to end")]
 
 
@@ -265,9 +267,10 @@ def test_a_complete_training_and_one_that_is_told_to_end():
     machine = running("a", "b")
     assert apply(machine, ended(2.0, "a", 1, "finished")) == []
     assert apply(machine, ended(2.1, "b", 1, "finished")) == [Finish(0, "the training is complete")]
-    machine = running("a")
-    assert apply(machine, Asked(3.0, 2)) == [Stop(1, END, "the job was told to end")]
-    assert apply(machine, ended(4.0, "a", 1)) == [Finish(130, "the job was told to end")]
+    for number, how in ((SIGINT, INTERRUPT), (SIGTERM, END)):  # as the record of the run says it
+        machine = running("a")
+        assert apply(machine, Asked(3.0, number)) == [Stop(1, how, "the job was told to end")]
+        assert apply(machine, ended(4.0, "a", 1)) == [Finish(128 + number, "the job was told to end")]
 
 
 def test_a_lost_connection_alone_ends_nothing_but_lost_ranks_do():

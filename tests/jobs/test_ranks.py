@@ -14,7 +14,7 @@ import pytest
 
 from shoal import checkpoint
 from shoal.comm import World
-from shoal.elastic.events import END
+from shoal.elastic.events import END, INTERRUPT
 from shoal.errors import CheckpointError, UserError
 from shoal.jobs.automatic import pinned
 from shoal.jobs.config import Auto, Job, Train
@@ -163,14 +163,19 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(who, aside):
     assert first[1:] == ("stopped by SIGTERM", signal.SIGTERM)
 
 
-def test_where_nodes_come_and_go_a_signal_to_a_rank_is_left_to_its_supervisor():
+@pytest.mark.parametrize(("how", "number"), [(END, signal.SIGTERM), (INTERRUPT, signal.SIGINT)])
+def test_where_nodes_come_and_go_a_signal_to_a_rank_is_left_to_its_supervisor(how, number):
     """A notice may reach all processes of a node: the ranks would end the run of all nodes, and with exit code 0."""
     with Stop(World.single("cpu").everyone, None, heeds=False) as stop:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
-            os.kill(os.getpid(), number)
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), each)
             assert not stop.is_due and stop.after_step() is None
-        stop.ask(END)
-        assert (stop.is_due, stop.after_step(), stop.signal) == (True, "stopped by SIGTERM", signal.SIGTERM)
+        stop.ask(how)
+        assert (stop.is_due, stop.after_step(), stop.signal) == (
+            True,
+            f"stopped by {signal.Signals(number).name}",
+            number,
+        )
 
 
 @pytest.mark.parametrize("aside", [False, True])

@@ -15,7 +15,7 @@ from rich.table import Table
 from shoal import units
 from shoal.chaos.faults import KINDS, Schedule, drawn, read_schedule
 from shoal.chaos.perform import END_UNKNOWN, Outcome, Row, Setting, perform
-from shoal.elastic.events import node_limits
+from shoal.elastic.limits import node_limits
 from shoal.errors import UserError
 from shoal.jobs.read import load_job
 

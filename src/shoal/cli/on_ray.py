@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.cli.start import arrange, program_of, text_assignment
 from shoal.comm.address import host_port
-from shoal.elastic.events import node_limits
+from shoal.elastic.limits import node_limits
 from shoal.elastic.nodes import Program, found, join
 from shoal.elastic.ray_actor import MEMBER, OVER
 from shoal.elastic.ray_nodes import Wanted, run

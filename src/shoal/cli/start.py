@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.elastic.events import node_limits
 from shoal.elastic.launched import PATIENCE, as_node
+from shoal.elastic.limits import node_limits
 from shoal.elastic.nodes import Program, found, found_or_join, join
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Origins

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.comm.signed import derived
 from shoal.elastic.control import Left, Place
-from shoal.elastic.events import END, HALT, NOW
+from shoal.elastic.events import FOR_GOOD, HALT, NOW
 from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.outcomes import outcome_of
 from shoal.elastic.pace import paces_of
@@ -172,7 +172,7 @@ class Crew:
         if not training:
             start, self._start = self._start, None
             report = self._conclude(start)
-            over = report.outcome == "finished" or self._how == END
+            over = report.outcome == "finished" or self._how in FOR_GOOD
             self._due = float("inf") if over else min(self._due, now + PAUSE)
             return report
         failed = [each for each in training if each.process.failed]

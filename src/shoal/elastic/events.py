@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from signal import SIGINT
 
 from shoal.elastic.records import NAME, kinds
-from shoal.errors import UserError
 from shoal.plan import MOST_RANKS_OF_A_HOST
 
 MOST_NODES = 1 << 16
@@ -204,6 +204,16 @@ class Form:
 NOW, HALT, SAVE, END = "now", "halt", "save", "end"
 """How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
 back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good."""
+NOW, HALT, SAVE, END, INTERRUPT = "now", "halt", "save", "end", "interrupt"
+"""How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
+back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good, as after a
+SIGTERM or a SIGINT."""
+FOR_GOOD = (END, INTERRUPT)
+
+
+def for_good(asked: int) -> str:
+    """Returns how ranks leave that are not to come back, where the signal `asked` for it, or a SIGTERM (0)."""
+    return INTERRUPT if asked == SIGINT else END
 CUT_OFF = "it was cut off, and its ranks have left"
 
 
@@ -284,16 +294,3 @@ class Limits:
     longest: float = 300.0
     fruitless: int = 5
     quorum: bool = True
-
-
-def node_limits(text: str) -> tuple[int, int]:
-    """Returns the least and the largest number of nodes that "2", "1:4" or "2:" names. Raises UserError for others."""
-    low, colon, high = text.partition(":")
-    try:
-        minimum = int(low)
-        maximum = (int(high) if high else MOST_NODES) if colon else minimum
-    except ValueError:
-        minimum = maximum = 0
-    if not 1 <= minimum <= maximum <= MOST_NODES:
-        raise UserError(f"--nodes {text}: give numbers of nodes, the least and the largest, like 2, 1:4 or 2:")
-    return minimum, maximum

@@ -19,6 +19,7 @@ from shoal.elastic.backoff import Backoff
 from shoal.elastic.events import (
     CUT_OFF,
     END,
+    FOR_GOOD,
     HALT,
     NOW,
     SAVE,
@@ -42,6 +43,7 @@ from shoal.elastic.events import (
     StepDown,
     Stop,
     TookOver,
+    for_good,
     seated,
 )
 from shoal.elastic.headway import Headway, nearer, said
@@ -205,7 +207,7 @@ class Membership:
         if not self.pending:
             return [self._over(Finish(0, "the training is complete"))]
         if self._asked:
-            return self._begin_to_stop("the job was told to end", END)
+            return self._begin_to_stop("the job was told to end", for_good(self._asked))
         if leaving := self.roster.draining & self.named:
             return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", END if self.roster.all_leave else SAVE)
         if not self._ended and self.now >= self.roster.came + self.limits.settle:
@@ -226,7 +228,7 @@ class Membership:
             for name in sorted(self.awaited):
                 self._notes.add(f"{name} is gone: it did not find the coordinator that took over")
                 self._lose(name, False)
-        how = NOW if self._gone or self._hurt or self.now >= self._deadline else END
+        how = NOW if self._gone or self._hurt or self.now >= self._deadline else for_good(self._asked)
         if self.pending and self._stop.how not in (NOW, how) and (how == NOW or self.roster.all_leave):
             return self._begin_to_stop(self._stop.why, how)
         late = sorted(self.pending - self.awaited) if self.now >= self._deadline else []
@@ -249,7 +251,7 @@ class Membership:
         assert self._stop is not None
         for each in [each for each in self._ended.values() if each.outcome == "failed"]:
             self._fail(each.name)
-        asked = self._asked if self._stop.how == END else 0
+        asked = self._asked if self._stop.how in FOR_GOOD else 0
         end = self._headway.conclude(self._ended.values(), asked, self.limits.fruitless)
         if end is not None and (end.code != 0 or not self.roster.all_leave):  # ranks may have had the signal, too
             return [self._over(end)]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shoal.elastic.control import Left, as_told
-from shoal.elastic.events import END, NOW, UNABLE
+from shoal.elastic.events import FOR_GOOD, NOW, UNABLE
 from shoal.elastic.watchdog import Hang
 from shoal.errors import LaunchError
 from shoal.launch.store import rank_list
@@ -41,4 +41,4 @@ def outcome_of(
         return "lost", 0, "its ranks lost others"
     if unable := next((each.unable for each in left if each.unable), ""):
         return UNABLE, 0, unable
-    return ("stopped" if left or how == END else "finished"), *as_told(left)
+    return ("stopped" if left or how in FOR_GOOD else "finished"), *as_told(left)

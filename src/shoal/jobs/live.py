@@ -23,7 +23,7 @@ from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.comm.address import host_port
 from shoal.elastic.control import CALLED, WAITS, Control, Left, Place, Warm, call_this
-from shoal.elastic.events import END, HALT, NOW
+from shoal.elastic.events import FOR_GOOD, HALT, NOW
 from shoal.elastic.worker import STDOUT
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalError, UserError
@@ -199,7 +199,7 @@ class LiveRank:
         told = SimpleQueue[str]()
         self._control.leave_by(told.put)
         with suppress(Empty):
-            if (how := told.get(timeout=PATIENCE)) != END:
+            if (how := told.get(timeout=PATIENCE)) not in FOR_GOOD:
                 raise Halted(how) from error
         raise error
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.comm import Group, Lane
 from shoal.comm.lane import Ticket
-from shoal.elastic.events import END, HALT, NOW, SAVE
+from shoal.elastic.events import END, HALT, INTERRUPT, NOW, SAVE
 from shoal.errors import LaunchError
 
 CHECK_SECONDS = 0.25  # between two all-reduces of the stop flag; one costs about 0.1 ms
@@ -21,7 +21,7 @@ MOST_STEPS = 64
 STOPPED = "stopped by "
 """How the reason of a run begins that a signal ended."""
 _TIME_IS_OVER = 1  # signals have their own numbers, from 2 on: SIGINT is 2, SIGTERM 15
-_WISHES = {END: int(signal.SIGTERM), HALT: 100, SAVE: 101}
+_WISHES = {END: int(signal.SIGTERM), INTERRUPT: int(signal.SIGINT), HALT: 100, SAVE: 101}
 
 
 class Halted(Exception):
