@@ -135,6 +135,34 @@ def test_who_makes_the_ranks_too_many_waits_until_the_others_are_more_or_some_ti
     assert alone.due(305.0) and apply(alone, Tick(305.0)) == [Stop(3, HALT, "b joins")]
 
 
+def test_a_node_whose_own_further_rank_is_too_many_goes_on_without_it():
+    for others in ([], ["b"]):
+        machine = running("a", *others)
+        apply(machine, Ready(2.0, "a", 1))
+        assert apply(machine, Tick(3.0)) == [Stop(1, HALT, "a has another rank")]
+        left = [ended(3.0, name, 1, step=9, ranks=1 + (name == "a"), holds=True) for name in ("a", *others)]
+        assert formed(apply(machine, *left)).size == 2 + len(others)
+        unable = [Ended(4.0, name, 2, UNABLE, 0, 9, "too many", 1 + (name == "a"), True) for name in ("a", *others)]
+        generation = formed(apply(machine, *unable))
+        assert [each.ranks for each in generation.places] == [1] * (1 + len(others)) and generation.live
+        assert why_it_waits(machine, "a").startswith(f"{2 + len(others)} rank(s) with those of a could not go on")
+        assert apply(machine, Ready(5.0, "a", 1), Tick(200.0)) == [], "it is not asked again"
+        assert apply(machine, Tick(305.0)) == [Stop(3, HALT, "a has another rank")]
+
+
+def test_a_generation_knows_whether_ranks_of_the_one_before_failed_or_only_lost_others():
+    machine = running("a", "b")
+    lost = formed(apply(machine, Left(2.0, "b", True, "killed"), ended(2.1, "a", 1, "lost", holds=True)))
+    assert lost.names == ["a"] and not lost.failed
+    for outcome, failed in (("killed", True), ("failed", True), ("lost", False)):
+        machine = running("a", "b")
+        found = formed(apply(machine, ended(2.0, "a", 1, outcome, 1), ended(2.1, "b", 1, "lost", holds=True)))
+        assert found.failed == failed
+    machine = running("a", "b")  # the other node goes down of the same
+    both = apply(machine, ended(2.0, "a", 1, "killed", 1, holds=True), Left(2.1, "b", True, "killed"))
+    assert formed(both).failed
+
+
 def test_who_has_failed_is_named_not_who_lost_others_because_of_it():
     for outcome in ("killed", "failed"):
         machine = running("a", "b", "c")

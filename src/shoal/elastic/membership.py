@@ -149,8 +149,7 @@ class Membership:
                 self._hurt = nearer(self._hurt, event)
             if event.outcome in ("failed", "killed", UNABLE):
                 self._notes.add(f"{event.name}: {event.message}")
-            if event.outcome == UNABLE:
-                self.roster.cannot(self.generation, self.now)
+            self.roster.ended(self.generation, event, self.now)
 
     def _drain(self, name: str) -> list[Decision]:
         if name not in self.roster.members:

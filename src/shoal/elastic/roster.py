@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.elastic.backoff import Backoff
-from shoal.elastic.events import Generation, Joined
+from shoal.elastic.events import UNABLE, Ended, Generation, Joined
 from shoal.elastic.unfit import Unfit
 
 
@@ -21,6 +22,7 @@ class Roster:
         than others have: ranks go on from the newest.
     draining: the members that want to leave.
     came: when a member or a rank came last.
+    went_on: how many ranks the members had in the last generation that came further.
     """
 
     backoff: Backoff
@@ -31,6 +33,7 @@ class Roster:
     draining: set[str] = field(default_factory=set)
     came: float = 0.0
     unfit: Unfit = field(default_factory=Unfit)
+    went_on: dict[str, int] = field(default_factory=dict)
 
     def join(self, event: Joined) -> None:
         """Takes in a member that has come or come back."""
@@ -73,17 +76,21 @@ class Roster:
         """When members come back that are aside, or may be tried again."""
         return [*self.backoff.ends, *self.unfit.until.values()]
 
-    def cannot(self, generation: Generation | None, now: float) -> None:
-        """Takes in that so many ranks as those of `generation` could not go on."""
-        if generation is not None:
+    def ended(self, generation: Generation | None, event: Ended, now: float) -> None:
+        """Takes in that so many ranks as those of `generation` could not go on, or did."""
+        if generation is None:
+            return
+        if event.outcome == UNABLE:
             self.unfit.note([place.ranks for place in generation.places], now)
+        elif event.step > generation.step:
+            self.went_on = {place.name: place.ranks for place in generation.places}
 
     def unfit_with(self, generation: Generation | None, name: str, now: float) -> int:
         """Returns how many ranks there would be with those of the member `name` in `generation`, where these could not
         go on; else 0."""
-        there = [] if generation is None else [each.ranks for each in generation.places if each.name != name]
-        ranks = [*there, self.ready.get(name, 0)]
-        return sum(ranks) if self.unfit.holds(ranks, now) else 0
+        there = {} if generation is None else {each.name: each.ranks for each in generation.places}
+        ranks = there | {name: there.get(name, 0) + self.ready.get(name, 0)}
+        return sum(ranks.values()) if self.unfit.holds(ranks.values(), now) else 0
 
     def newcomers(self, generation: Generation | None, most: int, now: float) -> str:
         """Says who would give ranks beside those of `generation`, "" if nobody would. `most`: the largest number of
@@ -107,17 +114,21 @@ class Roster:
         able = [name for name in here if self.backoff.left(name, now) <= 0]
         return able if len(able) >= least else [name for name in here if self.backoff.left(name, now, True) <= 0]
 
-    def chosen(self, able: list[str], named: frozenset[str], most: int, least: int, now: float) -> list[str]:
-        """Returns the members for the next generation, `least` to `most` of those that are `able`: who was in the last
-        one, which had the members `named`, goes on; without those that hold nothing and with whom the others cannot."""
+    def chosen(self, able: list[str], named: frozenset[str], most: int, least: int, now: float) -> dict[str, int]:
+        """Returns the members for the next generation, `least` to `most` of those that are `able`, and how many ranks
+        each gives: who was in the last one, which had the members `named`, goes on; without those that hold nothing and
+        with whom the others cannot, and, where that is not enough, without ranks that members did not have before."""
         taken = set(sorted(able, key=lambda name: name not in named)[:most])
         ranks = {name: self.ready[name] for name in able if name in taken}
-        fit = self.unfit.without(ranks, self.holding, now)
-        return fit if len(fit) >= least else list(ranks)
+        before = {name: min(number, self.went_on.get(name, number)) for name, number in ranks.items()}
+        for each in (ranks, before):
+            fit = {name: each[name] for name in self.unfit.without(each, self.holding, now)}
+            if len(fit) >= least and not self.unfit.holds(fit.values(), now):
+                return fit
+        return ranks
 
-    def place(self, names: list[str]) -> dict[str, int]:
-        """Takes the waiting processes of members for a generation; returns how many each gives."""
-        ranks = {name: self.ready[name] for name in names}
-        self.ready |= dict.fromkeys(names, 0)
-        self.holding -= set(names)
+    def place(self, ranks: Mapping[str, int]) -> Mapping[str, int]:
+        """Takes so many waiting processes of members for a generation; returns how many."""
+        self.ready |= {name: self.ready[name] - number for name, number in ranks.items()}
+        self.holding -= set(ranks)
         return ranks

@@ -21,7 +21,7 @@ def why_it_waits(machine: Membership, name: str) -> str:
 
 
 def tell_who_waits(machine: Membership, peers: Peers) -> None:
-    """Tells the members with whom a new generation would have too many ranks that they wait because of that."""
-    for name in sorted(machine.roster.members.keys() - machine.named):
+    """Tells the members with whose ranks, or further ones, a new generation could not go on that they wait for that."""
+    for name in sorted(machine.roster.members.keys()):
         if machine.roster.unfit_with(machine.generation, name, machine.now) and (why := why_it_waits(machine, name)):
             peers.send(name, Note(why))
