@@ -40,7 +40,7 @@ def test_a_checkpoint_is_named_only_where_there_is_one(
         monkeypatch.setattr(live, name, lambda *_, **__: None)
     monkeypatch.setattr(live, "begin", lambda *_: begun)
     monkeypatch.setattr(live, "record_of", lambda place, step, *why: (step, *why))
-    monkeypatch.setattr(live, "_on_disk", lambda _: [step, 9, evaluated])
+    monkeypatch.setattr(live, "on_disk", lambda _: [step, 9, evaluated])
     own = live.LiveRank.__new__(live.LiveRank)
     opened = SimpleNamespace(job=SimpleNamespace(run=SimpleNamespace(dir="")), data=SimpleNamespace(validation=[1]))
     vars(own).update(_engine=None, _attempt=None, _cost=None, _opened=opened, _path="", _assignments=[], _waited=[])

@@ -63,6 +63,20 @@ def test_a_run_that_was_stopped_goes_on_trying_and_no_step_is_lost(quick, make_j
     assert resolved.read_text().count("s a step, ") == 2 and "passed over" in resolved.read_text()
 
 
+def test_what_the_engine_refuses_as_a_run_begins_is_passed_over(quick, make_job, tmp_path, capsys):
+    plans = (Candidate({"exchange": "no such"}, 0.1), Candidate({}, 0.1), Candidate({"recompute": "full"}, 0.1))
+    write(tmp_path / "run", Trials("key", 2, plans))
+    job = make_job(steps=2 * STEPS, microbatch=2, model=LAYERS)
+    train(job, {}, World.single("cpu"))
+    refused, first, second = records_of(job).tried
+    assert (refused.step, refused.seconds, refused.plan) == (0, None, {"exchange": "no such"})
+    assert "no such" in refused.why and (first.step, second.step) == (STEPS, 2 * STEPS)
+    assert "tried exchange" in capsys.readouterr().out
+    write(tmp_path / "run", Trials("key", 2, plans[:1]))
+    with pytest.raises(UserError, match="no such"):
+        train(replace(job, plan=Plan(exchange="no such")), {}, World.single("cpu"))
+
+
 def test_steps_that_loss_scaling_skips_measure_nothing(quick, make_job, tmp_path):
     plans = (Candidate({}, 0.1), Candidate({"recompute": "full"}, 0.1))
     write(tmp_path / "run", Trials("key", 2, plans))
@@ -105,11 +119,11 @@ def test_the_planner_gives_what_is_tried(quick, make_job, tmp_path):
 def test_a_plan_under_which_the_run_ends_twice_is_passed_over(tmp_path):
     found = trials()
     assert found.plan == Plan(dp=2) and found.next == 0
-    found = found.begun(0).after_a_death()
+    found = found.begun(0).after_the_end(True)
     assert found.next == 1, "the others come first"
     found = found.with_result(1, None, "refused").with_result(2, 3.0)
     assert found.next == 0 and found.begun(0).paused().candidates[0].deaths == 1
-    found = found.begun(0).after_a_death()
+    found = found.begun(0).after_the_end(True)
     assert found.next is None and found.plan == Plan(dp=2, zero=1) and "ended 2 times" in str(found.candidates[0])
     assert found.why == "the fastest of those that were tried" and found.begun(2).with_result(2, None, "no").why == (
         "predicted to be the fastest; all that were to be tried were passed over"
@@ -118,6 +132,21 @@ def test_a_plan_under_which_the_run_ends_twice_is_passed_over(tmp_path):
     assert read(tmp_path) == found
     (tmp_path / FILE).write_text("{")
     assert read(tmp_path) is None and read(Path("nowhere")) is None
+
+
+@pytest.mark.parametrize(("failed", "deaths"), [(False, 0), (True, 1)])
+def test_a_plan_under_trial_dies_of_ranks_that_fail_and_not_of_a_node_that_is_lost(make_job, tmp_path, failed, deaths):
+    """The generation after it is of fewer ranks, which begin trials of their own: it is for that one to know."""
+    alone, run_dir = World.single("cpu"), tmp_path / "run"
+    settled = settle(replace(make_job(**GIVEN), auto=Auto(True, 3)), {}, alone)
+    own = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
+    asked = of_candidates(own, 2, [(Plan(zero=1), 0.1), (Plan(), 0.1)])
+    write(run_dir, asked)
+    write(run_dir, trials(now=1))  # of more ranks
+    found = planned(settled, alone, failed=failed).trials
+    assert found == replace(asked, machine=found.machine) and not any(each.deaths for each in found.candidates)
+    more = read(run_dir, "key")
+    assert more is not None and more.now is None and [each.deaths for each in more.candidates] == [0, deaths, 0]
 
 
 @pytest.mark.fast
@@ -210,7 +239,7 @@ def test_a_later_generation_goes_on_with_trials_of_a_run_that_began_from_the_che
     own = key_of(settled.job, settled.origins, pinned(settled.job, settled.origins), 1)
     known = of_candidates(own, 2, [(Plan(zero=1), 0.1), (Plan(), 0.1)]).with_result(0, 0.2)
     write(tmp_path / "run", known)
-    assert planned(settled, alone, later=True).trials == known
+    assert planned(settled, alone, failed=False).trials == known
 
 
 @pytest.mark.fast

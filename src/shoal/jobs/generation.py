@@ -4,8 +4,10 @@ its supervisor."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
@@ -17,7 +19,7 @@ from shoal.jobs.pace import OwnPace
 from shoal.jobs.ranks import ASKED
 from shoal.jobs.read import load_job
 from shoal.launch.board import BUSY, EVALUATION, FIRST, SAMPLE, SAVE, STEP, open_board
-from shoal.report.metrics import MembershipRecord
+from shoal.report.metrics import MembershipRecord, StepRecord, last_recorded
 
 
 def record_of(place: Place, step: int, *events: str) -> MembershipRecord:
@@ -49,6 +51,18 @@ def placed(settled: Settled, path: str, assignments: list[str], place: Place) ->
     if train.microbatch != settled.job.train.microbatch:
         origins["train.microbatch"] = "planner"  # which chose it for the plan that was changed
     return replace(settled, job=job, origins={**settled.origins, **origins})
+
+
+def on_disk(run_dir: Path) -> list[int]:
+    """Returns the last steps of a run that are saved, recorded and evaluated."""
+    steps = [step for step, _ in completed(run_dir / DIRECTORY)]
+    return [max(steps, default=0), *last_recorded(run_dir / "metrics.jsonl")]
+
+
+def missing(recent: Sequence[Sequence[dict[str, Any]]], recorded: int, step: int) -> list[StepRecord]:
+    """Returns the records of the steps up to `step` that nobody has recorded, of those that ranks remember."""
+    known = {each["step"]: each for one in recent for each in one if recorded < each["step"] <= step}
+    return [StepRecord(**known[number]) for number in sorted(known)]
 
 
 class Shown:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -33,12 +34,13 @@ from shoal.jobs.attempt import Attempt, Speed
 from shoal.jobs.automatic import planned
 from shoal.jobs.choose import Settled, at_size, opened
 from shoal.jobs.costs import peak_flops
-from shoal.jobs.generation import placed, record_of
+from shoal.jobs.generation import missing, on_disk, placed, record_of
 from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.outcome import Outcome
 from shoal.jobs.read import load_job
 from shoal.jobs.stop import Halted
+from shoal.jobs.trying import passing_over
 from shoal.jobs.timeline import Kept
 from shoal.jobs.train import about, begin, cost_of, plan_line
 from shoal.jobs.underway import tell_what_is_under_way
@@ -47,7 +49,6 @@ from shoal.launch import enter
 from shoal.launch.failure import has_lost_peer
 from shoal.launch.identity import Identity
 from shoal.module.ahead import Ahead
-from shoal.report.metrics import StepRecord, last_recorded
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class LiveRank:
             why = f"the ranks {how}: {why}"
             log.warning(why)
         step, run_dir = begun.engine.step_index, Path(self._opened.job.run.dir)
-        evaluated = world.everyone.broadcast_object(_on_disk(run_dir)[2] if world.rank == 0 else None)
+        evaluated = world.everyone.broadcast_object(on_disk(run_dir)[2] if world.rank == 0 else None)
         record = record_of(place, step, *self._waited, *filter(None, [why]))
         late = self._opened.data.validation is not None and evaluated < step  # one had saved, and was to evaluate
         return begun.attempt(self._cost, record, evaluated=evaluated if late else None, has_lost=self._has_lost)
@@ -230,21 +231,15 @@ class LiveRank:
     def _go_on(self, place: Place, world: World, settled: Settled) -> Attempt | None:
         """Returns the attempt that goes on from memory; None where the newest checkpoint is newer. A collective call;
         raises CheckpointError, on all ranks alike, where memory is not enough."""
-        run_dir, engine = Path(settled.job.run.dir), self._engine
-        told = world.everyone.all_gather_object([self._brought(), _on_disk(run_dir) if world.rank == 0 else None])
+        run_dir = Path(settled.job.run.dir)
+        told = world.everyone.all_gather_object([self._brought(), on_disk(run_dir) if world.rank == 0 else None])
         saved, recorded, evaluated = told[0][1]
         brought = [each for each, _ in told if each is not None]
         newest = max((each["step"] for each in brought), default=-1)
         if newest < saved or newest < 0:
             return None
         log.info("going on from memory")
-        late = list[dict[str, Any]]()
-        if engine is None:
-            engine = make_engine(settled.job, settled.model, settled.total, world, joins=True)
-        else:
-            made = engine.regroup(settled.job.plan, world, microbatch=settled.job.train.microbatch)
-            if made is not None and self._attempt is not None:
-                late = [asdict(self._attempt.recorder.late(made, engine.global_batch))]
+        settled, (engine, late), refused = passing_over(settled, partial(self._regrouped, world))
         self._engine = engine
         recent = [*(each["recent"] for each in brought), *world.everyone.all_gather_object(late)]
         user = {"seconds": max(each["seconds"] for each in brought)}
@@ -254,13 +249,24 @@ class LiveRank:
             settled, engine, restored, about(settled), speed, evaluated=evaluated, has_lost=self._has_lost
         )
         recorder = attempt.recorder
-        recorder.missing(_missing(recent, recorded, engine.step_index))
+        recorder.missing(missing(recent, recorded, engine.step_index))
         recorder.membership(record_of(place, engine.step_index, *self._waited))
         if settled.why:
+        attempt.trying.say_refused(refused)
             recorder.note(plan_line(settled))
         if world.rank == 0:
             keep_resolved(settled.job, settled.origins, run_dir, settled.trials, recorder.warning)
         return attempt
+    def _regrouped(self, world: World, settled: Settled) -> tuple[Engine, list[dict[str, Any]]]:
+        """Returns the engine of this rank with the ranks of `world`, which go on in memory, and the record of a step
+        that was cut short after it was committed, if there is one."""
+        if (engine := self._engine) is None:
+            return make_engine(settled.job, settled.model, settled.total, world, joins=True), []
+        made = engine.regroup(settled.job.plan, world, microbatch=settled.job.train.microbatch)
+        if made is None or self._attempt is None:
+            return engine, []
+        return engine, [asdict(self._attempt.recorder.late(made, engine.global_batch))]
+
 
     def _brought(self) -> dict[str, Any] | None:
         """Returns what the ranks of a new generation have to know of the one before, None on one that was not there."""
@@ -286,15 +292,3 @@ class LiveRank:
         names = (STDOUT, "SHOAL_TERMINAL")
         for number, own in zip((1, 2), self._output, strict=True):
             os.dup2(int(os.environ[names[number - 1]]) if first else own, number)
-
-
-def _on_disk(run_dir: Path) -> list[int]:
-    """Returns the last steps of a run that are saved, recorded and evaluated."""
-    steps = [step for step, _ in completed(run_dir / DIRECTORY)]
-    return [max(steps, default=0), *last_recorded(run_dir / "metrics.jsonl")]
-
-
-def _missing(recent: Sequence[Sequence[dict[str, Any]]], recorded: int, step: int) -> list[StepRecord]:
-    """Returns the records of the steps up to `step` that nobody has recorded, of those that ranks remember."""
-    known = {each["step"]: each for one in recent for each in one if recorded < each["step"] <= step}
-    return [StepRecord(**known[number]) for number in sorted(known)]

@@ -31,6 +31,7 @@ from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY, TOKENIZER
 from shoal.jobs.outcome import Outcome
 from shoal.jobs.plans import plan_at, plans_of
+from shoal.jobs.trying import passing_over
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.plan import Plan
@@ -57,13 +58,14 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
 class Begun:
     """A run that is ready to train, from its start or from a checkpoint.
 
-    restored: the state it goes on from. said: warnings for its record.
+    restored: the state it goes on from. said: warnings for its record. refused: see `passing_over`.
     """
 
     settled: Settled
     engine: Engine
     restored: resume.Restored
     said: list[str]
+    refused: list[int]
 
     def attempt(self, cost: float | None, generation: MembershipRecord | None = None, **others: Any) -> Attempt:
         """Makes the attempt of all ranks. A collective call.
@@ -78,6 +80,7 @@ class Begun:
             attempt.recorder.note(self.restored.where)
         for line in self.said + self.restored.said + attempt.replanner.never(self.settled.total):
             attempt.recorder.warning(line)
+        attempt.trying.say_refused(self.refused)
         return attempt
 
 
@@ -103,11 +106,16 @@ def begin(settled: Settled, world: World) -> Begun:
     log.info("building the model")
     step = 0 if checkpoint is None else read_manifest(checkpoint).step
     update = resume.update_on_disk(settled.job, plans_of(settled.job, world.size), step, world.everyone)
-    begins, plan = step, _plan_at(settled, step, world)
-    if update is not None and update.ranks == world.size:  # it is read under the plan that it was made under
-        begins, plan = update.step, update.plan
-    with _of_the_plan(settled, plan, begins):
-        engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
+
+    def make(settled: Settled) -> Engine:
+        begins, plan = step, _plan_at(settled, step, world)
+        if update is not None and update.ranks == world.size:  # it is read under the plan that it was made under
+            begins, plan = update.step, update.plan
+        with _of_the_plan(settled, plan, begins):
+            return make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
+
+    settled, engine, refused = passing_over(settled, make)
+    plan = engine.plan
     make_directory(settled, world, engine)
     engine.run = resume.run_name(settled.job)
     restored = resume.restore(settled.job, engine, checkpoint)
@@ -116,7 +124,7 @@ def begin(settled: Settled, world: World) -> Begun:
     if update is not None and (now := _plan_at(settled, engine.step_index, world)) != plan:
         with _of_the_plan(settled, now, engine.step_index):
             engine.replan(now)
-    return Begun(settled, engine, restored, said)
+    return Begun(settled, engine, restored, said, refused)
 
 
 @contextmanager

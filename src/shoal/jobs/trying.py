@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from shoal.device import is_accelerator
 from shoal.engine import Engine
+from shoal.errors import UserError
 from shoal.jobs import trials as kept
 from shoal.jobs.choose import Settled, under
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import go_on_under
 from shoal.jobs.save import Saver
-from shoal.jobs.trials import Trials
+from shoal.jobs.trials import Candidate, Trials
 from shoal.jobs.write import keep_resolved
 from shoal.plan import Plan
 from shoal.report.metrics import TriedRecord
 from shoal.training.result import StepResult
 
+Made = TypeVar("Made")
+
 STEPS = 4
 """Steps under a candidate, without those that loss scaling skips. The first, which agrees on names and records uses, is
 not measured."""
+
+
+def passing_over(settled: Settled, make: Callable[[Settled], Made]) -> tuple[Settled, Made, list[int]]:
+    """Returns what `make` makes of a job, which begins under the plan to try next; those that it refuses are passed
+    over, as the trials of the job that is returned say, and their numbers come last. All ranks call it alike; raises
+    the UserError where no plan is left, or none is tried."""
+    refused = list[int]()
+    while True:
+        try:
+            return settled, make(settled), refused
+        except UserError as error:
+            if settled.trials is None or (index := settled.trials.next) is None:
+                raise
+            refused.append(index)
+            trials = settled.trials.with_result(index, None, str(error))
+            settled = replace(under(settled, trials.plan, trials.microbatch), trials=trials, why=trials.why)
 
 
 class Trying:
@@ -37,6 +58,13 @@ class Trying:
         self.trials: Trials | None = settled.trials
         if self.trials is not None and (index := self.trials.next) is not None:
             self._put(self.trials.begun(index))
+
+    def say_refused(self, refused: Sequence[int]) -> None:
+        """Records the candidates that were refused before this attempt could begin; see `passing_over`."""
+        if self.trials is not None and refused:
+            for index in refused:
+                self._say(self.trials.candidates[index])
+            self._put(self.trials)
 
     def after(self, result: StepResult) -> None:
         """Takes in a step under the candidate that is tried."""
@@ -98,13 +126,17 @@ class Trying:
         return go_on_under(plan, self._settled, self._engine, self._recorder, self._saver)
 
     def _noted(self, trials: Trials, index: int, seconds: float | None, why: str) -> Trials:
-        one = trials.candidates[index]
-        self._recorder.tried(TriedRecord(
-            step=self._engine.step_index, plan=dict(one.plan), predicted=one.predicted, seconds=seconds, why=why,
-        ))  # fmt: skip
         trials = trials.with_result(index, seconds, why)
+        self._say(trials.candidates[index])
         self._put(trials)
         return trials
+
+    def _say(self, one: Candidate) -> None:
+        """Records what has come of a candidate."""
+        self._recorder.tried(TriedRecord(
+            step=self._engine.step_index, plan=dict(one.plan), predicted=one.predicted,
+            seconds=one.seconds, why=one.why,
+        ))  # fmt: skip
 
     def _put(self, trials: Trials) -> None:
         self.trials = trials
