@@ -45,7 +45,7 @@ def test_a_checkpoint_is_named_only_where_there_is_one(
     opened = SimpleNamespace(job=SimpleNamespace(run=SimpleNamespace(dir="")), data=SimpleNamespace(validation=[1]))
     vars(own).update(_engine=None, _attempt=None, _cost=None, _opened=opened, _path="", _assignments=[], _waited=[])
     own._go_on = too_little  # type: ignore[method-assign, assignment]
-    place: Any = SimpleNamespace(live=True, step=6, generation=2, size=2)
+    place: Any = SimpleNamespace(live=True, step=6, generation=2, size=2, failed=True)
     world: Any = SimpleNamespace(rank=0, everyone=SimpleNamespace(broadcast_object=lambda said: said))
     found: Any = own._begin(place, world)
     assert found == ((step, f"the ranks {said}: a part is gone"), late)

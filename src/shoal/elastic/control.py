@@ -55,6 +55,7 @@ class Place:
     events: list[str]
     live: bool
     args: list[str]
+    failed: bool = False
 
     @classmethod
     def of(cls, start: Start, local: int, slot: int, secret: str) -> Place:

@@ -287,7 +287,7 @@ class Coordinator:
         (host, port), args = self._site.open_store(generation), self._site.arrange(generation.size)
         number, size, nodes = generation.number, generation.size, len(generation.places)
         self._site.say(f"generation {number}: {size} rank(s) on {nodes} node(s) ({generation.why})")
-        about = generation.why, generation.step, events, generation.live, args
+        about = generation.why, generation.step, events, generation.live, args, generation.failed
         self._peers.settle()
         tell_who_waits(self.machine, self._peers)
         for place in generation.places:

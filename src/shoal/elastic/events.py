@@ -168,13 +168,15 @@ class Place:
 @dataclass(frozen=True)
 class Generation:
     """An agreed membership. `number` counts them; `why` it was formed; `step` the last one committed before, or -1;
-    `live`: whether some of its ranks have the state of the run in memory."""
+    `live`: whether some of its ranks have the state of the run in memory; `failed`: whether ranks of the one before
+    ended by themselves, not only because their members were gone."""
 
     number: int
     places: tuple[Place, ...]
     why: str
     step: int = -1
     live: bool = False
+    failed: bool = False
 
     @property
     def size(self) -> int:
@@ -201,9 +203,7 @@ class Form:
     events: tuple[str, ...]
 
 
-NOW, HALT, SAVE, END = "now", "halt", "save", "end"
-"""How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
-back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good."""
+CUT_OFF = "it was cut off, and its ranks have left"
 NOW, HALT, SAVE, END, INTERRUPT = "now", "halt", "save", "end", "interrupt"
 """How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
 back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good, as after a
@@ -214,12 +214,11 @@ FOR_GOOD = (END, INTERRUPT)
 def for_good(asked: int) -> str:
     """Returns how ranks leave that are not to come back, where the signal `asked` for it, or a SIGTERM (0)."""
     return INTERRUPT if asked == SIGINT else END
-CUT_OFF = "it was cut off, and its ranks have left"
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The ranks of all members of the generation leave it. `how`: NOW, HALT, SAVE or END."""
+    """The ranks of all members of the generation leave it. `how`: see NOW."""
 
     generation: int
     how: str

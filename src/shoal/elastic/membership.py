@@ -284,8 +284,9 @@ class Membership:
         live = not roster.holding.isdisjoint(names)
         places = seated(roster.place(names))
         why = said(self._hurt) if self._hurt and not self._gone else self._stop.why if self._stop else "the first"
+        failed = any(each.outcome in ("failed", "killed") for each in self._ended.values())
         self._number = self._newest = self._newest + 1
-        self.generation = Generation(self._number, places, why, self._headway.step, live)
+        self.generation = Generation(self._number, places, why, self._headway.step, live, failed)
         self.phase, self.named, self.pending = RUNNING, frozenset(names), set(names)
         self._ended, self._hurt, self._gone, self._blamed, self._strict = {}, None, {}, set(), False
         return [Form(self.generation, self._notes.history())]

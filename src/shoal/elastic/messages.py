@@ -161,6 +161,7 @@ class Start:
     why, step, events: why it was formed, the last committed step of the one before (-1 for none), what has happened.
     live: whether some ranks of the generation have the state of the run in memory.
     args: further arguments of the program.
+    failed: see events.Generation.
     """
 
     generation: int
@@ -175,6 +176,7 @@ class Start:
     events: list[str]
     live: bool
     args: list[str]
+    failed: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shoal.device import free_memory, hardware_name, is_accelerator, processor_n
 from shoal.jobs.choose import Settled, under
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.gain import Ranks, is_small, why_not_searched
-from shoal.jobs.trials import Trials, key_of, read
+from shoal.jobs.trials import Trials, end_trial, key_of, read
 from shoal.launch.process import usable_cores
 from shoal.plan import Plan
 from shoal.planner.cluster import Link
@@ -37,12 +37,12 @@ def pinned(job: Job, origins: Origins) -> dict[str, Any]:
     return {name: getattr(job.plan, name) for name, is_given in names.items() if is_given or name in made}
 
 
-def planned(settled: Settled, world: World, runs: bool = True, later: bool = False) -> Settled:
+def planned(settled: Settled, world: World, runs: bool = True, failed: bool | None = None) -> Settled:
     """Returns the job under the plan that is the fastest on these ranks, where it asks for one or gives nothing of a
-    plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. `later`: whether this
-    is a later generation of the run. A collective call; raises UserError, on all ranks alike, where nothing is legal or
-    fits."""
-    if (known := _under_trial(settled, world, later)) is not None:
+    plan; else as it is. `runs`: whether the ranks may run a small model for a moment, to time it. `failed`: of a
+    later generation of the run, see events.Generation; None in the first. A collective call; raises UserError, on all
+    ranks alike, where nothing is legal or fits."""
+    if (known := _under_trial(settled, world, failed)) is not None:
         return replace(under(settled, known.plan, known.microbatch), trials=known, why=known.why)
     if not settled.job.auto.wanted:
         if pinned(settled.job, settled.origins) or settled.job.run.at:
@@ -100,16 +100,18 @@ def _memory_of(world: World) -> int:
     return free_memory(world.device) or psutil.virtual_memory().available // world.on_host
 
 
-def _under_trial(settled: Settled, world: World, later: bool) -> Trials | None:
+def _under_trial(settled: Settled, world: World, failed: bool | None) -> Trials | None:
     """The trials of a run that goes on: of the job that asks for them, or of its resolved.toml while they last. A
     collective call."""
     job, found = settled.job, None
-    if world.rank == 0 and (later or job.run.resume == "auto") and not job.auto.open:
+    if world.rank == 0 and failed is not None:
+        end_trial(Path(job.run.dir), failed)
+    if world.rank == 0 and (failed is not None or job.run.resume == "auto") and not job.auto.open:
         asks = job.auto.wanted and job.auto.measure > 1
         key = key_of(job, settled.origins, pinned(job, settled.origins), world.size) if asks else None
         kept = read(Path(job.run.dir), key, _machine(world))
         if kept is not None and _speaks_of(kept, job):
-            found = kept.after_a_death().to_wire()
+            found = kept.after_the_end(failed is not False).to_wire()
     found = world.everyone.broadcast_object(found)
     return None if found is None else Trials.from_wire(found)
 

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 from shoal.assembly.replan import without_collections
-from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.comm.address import host_port
 from shoal.elastic.control import CALLED, WAITS, Control, Left, Place, Warm, call_this
@@ -36,13 +35,12 @@ from shoal.jobs.choose import Settled, at_size, opened
 from shoal.jobs.costs import peak_flops
 from shoal.jobs.generation import missing, on_disk, placed, record_of
 from shoal.jobs.lock import locked
-from shoal.jobs.names import DIRECTORY
 from shoal.jobs.outcome import Outcome
 from shoal.jobs.read import load_job
 from shoal.jobs.stop import Halted
-from shoal.jobs.trying import passing_over
 from shoal.jobs.timeline import Kept
 from shoal.jobs.train import about, begin, cost_of, plan_line
+from shoal.jobs.trying import passing_over
 from shoal.jobs.underway import tell_what_is_under_way
 from shoal.jobs.write import keep_resolved
 from shoal.launch import enter
@@ -207,7 +205,8 @@ class LiveRank:
     def _begun(self, place: Place, world: World) -> Attempt:
         """Returns the attempt: from what ranks have in memory, else from the newest checkpoint."""
         settled = placed(self._opened, self._path, self._assignments, place)
-        settled = planned(at_size(settled, world), world, runs=False, later=place.generation > 1)  # others stand still
+        failed = place.failed if place.generation > 1 else None
+        settled = planned(at_size(settled, world), world, runs=False, failed=failed)  # others stand still
         why = ""
         if place.live:
             try:
@@ -252,11 +251,12 @@ class LiveRank:
         recorder.missing(missing(recent, recorded, engine.step_index))
         recorder.membership(record_of(place, engine.step_index, *self._waited))
         if settled.why:
-        attempt.trying.say_refused(refused)
             recorder.note(plan_line(settled))
+        attempt.trying.say_refused(refused)
         if world.rank == 0:
             keep_resolved(settled.job, settled.origins, run_dir, settled.trials, recorder.warning)
         return attempt
+
     def _regrouped(self, world: World, settled: Settled) -> tuple[Engine, list[dict[str, Any]]]:
         """Returns the engine of this rank with the ranks of `world`, which go on in memory, and the record of a step
         that was cut short after it was committed, if there is one."""
@@ -266,7 +266,6 @@ class LiveRank:
         if made is None or self._attempt is None:
             return engine, []
         return engine, [asdict(self._attempt.recorder.late(made, engine.global_batch))]
-
 
     def _brought(self) -> dict[str, Any] | None:
         """Returns what the ranks of a new generation have to know of the one before, None on one that was not there."""

@@ -106,10 +106,11 @@ class Trials:
         """The trials of a run that ends in good order: the one under way will begin again."""
         return replace(self, now=None)
 
-    def after_a_death(self) -> Trials:
-        """The trials of a run whose process ended while a candidate was tried."""
-        if self.now is None:
-            return self
+    def after_the_end(self, failed: bool) -> Trials:
+        """The trials after what tried them has ended. `failed`: a process did so by itself, which counts as a death of
+        the candidate that was tried, unlike the loss of a node."""
+        if self.now is None or not failed:
+            return self.paused()
         one = self.candidates[self.now]
         one = replace(one, deaths=one.deaths + 1)
         if one.deaths >= DEATHS:
@@ -160,6 +161,15 @@ def write(run_dir: Path, trials: Trials) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     others = [each.to_wire() for each in _all(run_dir) if not trials.replaces(each)]
     replace_text(run_dir / FILE, json.dumps({**trials.to_wire(), "others": others[: KEPT - 1]}, indent=1))
+
+
+def end_trial(run_dir: Path, failed: bool) -> None:
+    """Keeps how the last generation of a run has ended for the plan that it tried, of which a generation of another
+    number of ranks may be the next to know. `failed`: see Trials.after_the_end."""
+    last = read(run_dir)
+    if last is not None and last.now is not None:
+        with suppress(OSError):  # who goes on with these trials counts it by itself
+            write(run_dir, last.after_the_end(failed))
 
 
 def _all(run_dir: Path) -> list[Trials]:
