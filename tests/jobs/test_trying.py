@@ -66,7 +66,7 @@ def test_a_run_that_was_stopped_goes_on_trying_and_no_step_is_lost(quick, make_j
 def test_what_the_engine_refuses_as_a_run_begins_is_passed_over(quick, make_job, tmp_path, capsys):
     plans = (Candidate({"exchange": "no such"}, 0.1), Candidate({}, 0.1), Candidate({"recompute": "full"}, 0.1))
     write(tmp_path / "run", Trials("key", 2, plans))
-    job = make_job(steps=2 * STEPS, microbatch=2, model=LAYERS)
+    job = make_job(steps=2 * STEPS + 1, microbatch=2, model=LAYERS)
     train(job, {}, World.single("cpu"))
     refused, first, second = records_of(job).tried
     assert (refused.step, refused.seconds, refused.plan) == (0, None, {"exchange": "no such"})
