@@ -12,7 +12,8 @@ def why_it_waits(machine: Membership, name: str) -> str:
     if (left := machine.roster.backoff.left(name, machine.now)) > 0:
         return f"{name} is put aside for another {left:.0f} s"
     if (ranks := machine.roster.unfit_with(machine.generation, name, machine.now)) and machine.phase == RUNNING:
-        who = "those that are new there wait" if name in machine.named and machine.roster.ready.get(name) else "it waits"
+        new = name in machine.named and machine.roster.ready.get(name)
+        who = "those that are new there wait" if new else "it waits"
         return f"{ranks} rank(s) with those of {name} could not go on: {who} until another one comes or leaves"
     if len(machine.roster.members) < machine.limits.minimum:
         return f"{len(machine.roster.members)} of at least {machine.limits.minimum} nodes have come"
