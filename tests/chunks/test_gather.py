@@ -381,6 +381,48 @@ def test_weights_that_a_module_keeps_beside_its_parameters_come_too():
     assert passing[0][3] == pytest.approx(whole[0][3], rel=1e-5)
 
 
+class AddsLast(nn.Linear):
+    """Adds its bias to a product, as a layer does whose columns ranks divide: the gradient of the bias comes before
+    backward asks for anything of the product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight) + self.bias
+
+
+class AddLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(teacher.INPUTS, WIDTH), nn.Linear(WIDTH, teacher.OUTPUTS)
+        self.blocks = nn.ModuleList(nn.Sequential(AddsLast(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+        self.blocks.extend(AddsLast(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.outward(h)
+
+
+def used_together(world: World) -> int:
+    """The most chunks that one moment of a step needs, of a block that is computed again two."""
+    running = Engine(
+        AddLast, regression, teacher.ADAMW,
+        Plan(dp=world.size, zero=3, recompute="full", exchange={"name": "allreduce", "chunk_bytes": 128}),
+        global_batch=16, microbatch=2, dropout="fused", world=world,
+    )  # fmt: skip
+    try:
+        for batch in running.batches(teacher.data(), steps=2):
+            running.step(batch)
+        return max(map(len, running.parts.gather.executor.followed.trace))
+    finally:
+        running.close()
+
+
+def test_a_weight_whose_gradient_has_come_already_does_not_stay_when_its_block_runs_again():
+    """It stayed until the end of the backward, with those of all blocks behind."""
+    assert simulate_world(2, used_together) == [2, 2]
+
+
 def test_export_and_evaluation(tmp_path):
     from safetensors.torch import load_file
 

@@ -398,6 +398,25 @@ def test_weights_that_pass_between_hosts():
         assert 0 < real["executor"] <= need.of(MOVING)
 
 
+def deep(layers: int) -> GPT:
+    return GPT(GPTConfig(vocab_size=61, sequence=12, layers=layers, d_model=32, heads=4, tied=False))
+
+
+def most_in_use(world: World, options: dict) -> int:
+    return held(world, Plan(**options), "fp32", "adamw", partial(deep, 6), chunk=64)["executor"]
+
+
+def test_weights_of_layers_that_ranks_divide_go_after_their_block_has_run_again():
+    """Those with biases that are added last stayed until the end of the backward, more of them with each block."""
+    options = {"dp": 2, "tp": 2, "zero": 3, "recompute": "full"}
+    few, more = (
+        predicted(Plan(**options), "fp32", "adamw", Place(0, 2, 1, False), 64, partial(deep, layers)).of(MOVING)
+        for layers in (3, 6)
+    )
+    assert few == more
+    assert all(most <= more for most in simulate_world(4, most_in_use, options))
+
+
 @pytest.mark.parametrize("memory", [{}, {"device": 500_000}, {"device": 700_000}], ids=str)
 def test_chunks_are_as_large_as_the_engine_makes_them(memory):
     from shoal.planner.layout import chosen_chunk

@@ -208,6 +208,12 @@ def test_a_step_of_a_cut_model_is_as_it_was_rehearsed(case, table, plan, precisi
             assert (found.held, found.most) == (step.held, step.most) or unseen(case, CUTS[table][plan])
 
 
+def test_weights_that_ranks_divide_and_gather_for_a_block_that_runs_again():
+    options = {"dp": 2, "tp": 2, "zero": 3, "recompute": "full"}
+    for found, step in both("gpt", "fp32", 1, options, "recompute-hosts"):
+        assert found == step
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     "options", [{"pp": 2, "schedule": "2bw"}, PLANS["deferred"], {"memory": {"disk": "/nowhere"}}], ids=str

@@ -5,7 +5,7 @@
 
 What a module asks for stays while its forward runs; what the loss function itself asks for stays for the whole
 microbatch. Weights of a module that runs again during backward (recompute) stay until their gradients have come, since
-another implementation then holds what was saved; frozen ones stay until the end of that backward.
+another implementation then holds what was saved (see `until_gradients`); frozen ones stay until that backward ends.
 
 Between passes a parameter shows NaN of its shape: reading it there by mistake neither touches freed memory nor goes
 unnoticed.
@@ -28,6 +28,7 @@ from shoal.chunks.chunk import Chunk
 from shoal.chunks.executor import Executor
 from shoal.chunks.saved import SavedTensors
 from shoal.chunks.tier import Tier
+from shoal.chunks.until_gradients import UntilGradients
 from shoal.chunks.weakly import weakly
 from shoal.chunks.written import Copies, blank, inside_whole_weights, left_blank, one_of
 from shoal.errors import UserError
@@ -61,10 +62,10 @@ class Gather:
         # what the loss and the modules whose forward is under way asked for, innermost last
         self._running: list[set[int]] = []
         self._saved = SavedTensors(chunks, always, self._running, weakly(self._use), activations, away)
-        self._until_gradients: dict[int, set[str]] = {}
         self._all_there, self._is_aside = 0, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self._until_gradients = UntilGradients(self._index, frozen)
         self._views = {name: (p, p.detach(), blank(p)) for name, p in module.named_parameters() if name in self._index}
         self._needs: dict[nn.Module, set[str]] = {}
         self._copies = Copies(chunks)
@@ -278,19 +279,15 @@ class Gather:
             return
         indices = {self._index[name] for name in names}
         in_backward = torch._C._current_graph_task_id() != -1
-        for name in names if in_backward else ():
-            self._until_gradients.setdefault(self._index[name], set()).add("" if name in self._frozen else name)
+        if in_backward:
+            self._until_gradients.ask(names)
         are_held = indices <= set().union(*self._running)
         self._running[-1] |= indices
         if in_backward or not are_held:
             self._use(indices)
 
     def _came(self, name: str, _: Tensor) -> None:
-        index = self._index.get(name, -1)
-        if (waits_for := self._until_gradients.get(index)) is not None:
-            waits_for.discard(name)
-            if not waits_for:
-                del self._until_gradients[index]
+        self._until_gradients.came(name)
 
     def _use(self, indices: Iterable[int]) -> None:
         if not self.executor.active:

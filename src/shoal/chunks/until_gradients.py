@@ -1,0 +1,48 @@
+"""Chunks that stay during backward for modules that run again in it, since their weights are read there once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+
+class UntilGradients:
+    """Indices of the chunks that what runs again has asked for, each until the gradients have come of all that was
+    asked for of it.
+
+    A gradient may come before its module runs again: that of a bias which is added last needs nothing of what is
+    computed again. Such a weight is waited for no more.
+
+    - `index`: the chunk of each weight, by name
+    - `frozen`: weights whose gradients never come; their chunks stay until that backward ends
+    """
+
+    def __init__(self, index: Mapping[str, int], frozen: set[str]) -> None:
+        self._index, self._frozen = index, frozen
+        self._waits: dict[int, set[str]] = {}
+        self._came_in: dict[str, int] = {}  # the backward in which the gradient of a weight has come last
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._waits)
+
+    def ask(self, names: Iterable[str]) -> None:
+        """Notes what a module that runs again in the backward under way asks for."""
+        backward = torch._C._current_graph_task_id()
+        for name in names:
+            if self._came_in.get(name) != backward:
+                self._waits.setdefault(self._index[name], set()).add("" if name in self._frozen else name)
+
+    def came(self, name: str) -> None:
+        """Notes that a gradient is whole in the backward under way."""
+        self._came_in[name] = torch._C._current_graph_task_id()
+        index = self._index.get(name, -1)
+        if (waits_for := self._waits.get(index)) is not None:
+            waits_for.discard(name)
+            if not waits_for:
+                del self._waits[index]
+
+    def clear(self) -> None:
+        """Ends a backward."""
+        self._waits.clear()
+        self._came_in.clear()
