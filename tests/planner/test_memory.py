@@ -108,6 +108,7 @@ def held(world: World | None, plan: Plan, precision, optimizer, model=gpt, chunk
             "state": sum(each.nbytes for each in running.optimizer.state_tensors().values()),
             "buffers": sum(each.nbytes for each in running.module.buffers()),
             "tier": None if running.parts.tier is None else dict(running.parts.tier.most),
+            "in all": None if running.parts.tier is None else running.parts.tier.most_in_all,
             "executor": None if running.parts.gather is None else running.parts.gather.executor.most,
             "chunk_bytes": running.parts.chunk_bytes,
             "buddy": 0 if running.parts.buddy is None else kept_elsewhere(running.world, running.parts.buddy.nbytes),
@@ -415,6 +416,14 @@ def test_weights_of_layers_that_ranks_divide_go_after_their_block_has_run_again(
     )
     assert few == more
     assert all(most <= more for most in simulate_world(4, most_in_use, options))
+
+
+@pytest.mark.parametrize("options", [{}, {"dp": 2, "zero": 3}, {"recompute": "full"}], ids=str)
+def test_without_a_limit_of_the_device_weights_stay_that_have_come(options):
+    plan = Plan(memory={}, **options)
+    for rank, real in enumerate(run_ranks(held_by_rank, plan.size, {"dp": 1, "memory": {}, **options})):
+        need = predicted(plan, "fp32", "adamw", Place(rank, plan.dp, plan.dp, True))
+        assert need.total("device") - need.of("buffers") == real["in all"] > need.least
 
 
 @pytest.mark.parametrize("memory", [{}, {"device": 500_000}, {"device": 700_000}], ids=str)

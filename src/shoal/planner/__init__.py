@@ -5,7 +5,8 @@ from shoal.planner.depth import Blocks, alike_blocks, deepened
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
-from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
+from shoal.planner.memory import memory_need
+from shoal.planner.need import TIERS, MemoryNeed, Row
 from shoal.planner.parts import Part, as_cut, parts_of, with_stages
 from shoal.planner.predict import BUDGET, DISK, HOST, Asks, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.prepare import Subject

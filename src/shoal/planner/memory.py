@@ -4,8 +4,6 @@ the optimizer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -19,54 +17,14 @@ from shoal.optim.tiers.placement import IN_TURN, number_away
 from shoal.pipeline import delay, kept, schedule_of, steady
 from shoal.plan import Plan
 from shoal.planner.layout import Laid, Place, passes
+from shoal.planner.need import MemoryNeed, Phase, Row
 from shoal.planner.recording import Recording
 from shoal.planner.replay import Replayed, replay
 from shoal.planner.state import State
 from shoal.precision import Precision
 
-TIERS = ("device", "host", "disk")
-"""From the fastest to the largest. On a CPU device and host are the same memory."""
-Phase = Literal["always", "backward", "update"]
 KEPT = {"split": 2, "kahan": 2, "stochastic": 0}
 """Bytes that a master takes between updates (see chunks.masters)."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """`nbytes` of a rank in one tier, always or in one phase of a step only. `sharers`: ranks of the host that have it
-    in common."""
-
-    role: str
-    tier: str
-    nbytes: int
-    phase: Phase = "always"
-    sharers: int = 1
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """The rows of a rank. `least`: with how few bytes the tier of `plan.memory.device` would do for what moves and what
-    backward keeps, None where the plan sets no such tier."""
-
-    rows: tuple[Row, ...]
-    least: int | None
-
-    def of(self, role: str) -> int:
-        """Bytes of a role, of all tiers."""
-        return sum(row.nbytes for row in self.rows if row.role == role)
-
-    def total(self, tier: str, ranks: int = 1) -> int:
-        """The most that `ranks` of one host need of a tier at a time: what is always there, and the dearer phase. Of a
-        budget's device the smallest that would do."""
-
-        def nbytes(phase: Phase) -> int:
-            mine = [row for row in self.rows if row.tier == tier and row.phase == phase]
-            return sum(row.nbytes * max(1, ranks // row.sharers) for row in mine)
-
-        backward = nbytes("backward")
-        if tier == "device" and self.least is not None:
-            backward = ranks * self.least
-        return nbytes("always") + max(backward, nbytes("update"))
 
 
 def memory_need(
@@ -111,10 +69,13 @@ def memory_need(
         rows.append(Row("temporaries", "host", recording.temporaries, "backward"))
     rows += _for_buddy(chunks, plan, place, precision, state)
     rows.append(Row("process", "host", process))
+    found = tuple(row for row in rows if row.nbytes)
+    if plan.memory is None:
+        return MemoryNeed(found, None)
     others = kept - recording.activations  # of other microbatches, which a replay does not see
-    beside = round((1 - allowed.activations) * others)
-    least = None if plan.memory is None else moved.least + beside + at_a_time
-    return MemoryNeed(tuple(row for row in rows if row.nbytes), least)
+    beside = round((1 - allowed.activations) * others) + at_a_time
+    unlimited = moved.all_used + moved.others + beside if place.budget is None else None
+    return MemoryNeed(found, moved.least + beside, unlimited)
 
 
 def _backwards(recording: Recording, plan: Plan, microbatches: int) -> list[int]:

@@ -34,7 +34,8 @@ from shoal.optim.tiers.pager import in_turn
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
-from shoal.planner.memory import MemoryNeed, may_stream, memory_need
+from shoal.planner.memory import may_stream, memory_need
+from shoal.planner.need import MemoryNeed
 from shoal.planner.recording import Recording
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
@@ -211,7 +212,7 @@ def predict(
 
 def _least(need: MemoryNeed, on_gpu: bool) -> int | None:
     """The bytes of the tier of `plan.memory.device` that chunks of one size would do with, None without such a tier."""
-    return need.total("device") if on_gpu and need.least is not None else need.least  # its allocator knows of all
+    return need.smallest() if on_gpu and need.least is not None else need.least  # its allocator knows of all
 
 
 def _smallest(least: Callable[[int | None], int | None], limit: int | None) -> int | None:

@@ -24,13 +24,14 @@ class Replayed:
     """Bytes. `all_used`: weights of the chunks that are used at all; `together`: the most that is used together;
     `largest`: of one of them.
     `on_loan`: the most of gradients. `least`: the smallest budget of the device that would do for weights, loans and
-    what the run itself keeps."""
+    what the run itself keeps; `others`: the most of these without the weights."""
 
     all_used: int
     together: int
     largest: int
     on_loan: int
     least: int
+    others: int
 
 
 class _Loans:
@@ -100,7 +101,7 @@ def replay(
     counted = "live" if all_memory else "saved"
     used: set[int] = set()
     now: frozenset[int] | None = None
-    weights = together = least = kept = 0
+    weights = together = least = others = kept = 0
     stages = [stage for stage, _ in recording.stages] or [0]
     backwards = {stage: (each, away(each, on_host)) for stage, each in zip(stages, recording.backwards, strict=True)}
     for stage in _shortened(order):
@@ -118,10 +119,12 @@ def replay(
             elif event[0] == counted:
                 kept += event[1]
             if event[0] != "saved" or not all_memory:
-                least = max(least, weights + kept - left + loans.held)
-        least = max(least, weights + kept + loans.end())
+                beside = kept - left + loans.held
+                least, others = max(least, weights + beside), max(others, beside)
+        beside = kept + loans.end()
+        least, others = max(least, weights + beside), max(others, beside)
     sizes = [chunks[place].nbytes for place in used]
-    return Replayed(sum(sizes), together, max(sizes, default=0), loans.most, least)
+    return Replayed(sum(sizes), together, max(sizes, default=0), loans.most, least, others)
 
 
 def _shortened(order: Sequence[int]) -> list[int]:
