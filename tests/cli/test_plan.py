@@ -293,6 +293,7 @@ def test_of_models_of_another_depth_those_beside_the_answer_are_compared(job_fil
             return blocks if blocks.number <= most_alike else None
 
         monkeypatch.setattr(dry_runs, "alike_blocks", counted)
+        monkeypatch.setattr(dry_runs, "_COMPARED", {})
         answer = asked.plan_memory(job_file, ["run.nproc=1"], host=2**24, process=2**20)
         return answer.to_dict()["largest"], compared
 

@@ -8,7 +8,8 @@ import torch
 
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, build, causal_lm, export_hf, from_config
-from shoal.models.hf import config_of, flops_per_token
+from shoal.models.hf import flops_per_token
+from shoal.models.hf_config import config_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,6 +41,23 @@ def offline(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_a_value_is_replaced_whichever_name_it_has():
+    """`n_layer` in a job did not count where the file had `num_hidden_layers`."""
+    file = {**CONFIGS["gpt2"], "num_hidden_layers": 3}
+    assert config_of(file).n_layer == 3
+    for given in ({"n_layer": 1}, {"num_hidden_layers": 1}, {"n_layer": 1, "num_hidden_layers": 5}):
+        assert config_of(file, **given).n_layer == config_of(CONFIGS["gpt2"], **given).n_layer == 1
+
+
+def test_a_configuration_that_has_no_defaults_is_refused_in_our_words(monkeypatch):
+    def refuse(*_):
+        raise TypeError("no such size")
+
+    monkeypatch.setattr(transformers.AutoConfig, "for_model", refuse)
+    with pytest.raises(UserError, match="The configuration of the gpt2 is refused by transformers: no such size"):
+        config_of({"model_type": "gpt2"})
 
 
 @EACH

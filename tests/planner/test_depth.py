@@ -82,6 +82,11 @@ def test_bert_and_models_of_transformers():
     for kind in ("llama", "qwen3"):
         deep, own = both(hf(kind, head_dim=8), Plan(), "bf16", "num_hidden_layers")
         assert deep is not None and equal(deep, own)
+    for kind, key in (("gpt2", "n_layer"), ("bloom", "n_layer"), ("mpt", "n_layers")):
+        small = {"n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 32}
+        small |= {"bloom": {"n_head": 4}, "mpt": {"d_model": 32, "n_heads": 4, "max_seq_len": 32}}.get(kind, {})
+        deep, own = both({"name": "hf", "config": {"model_type": kind, **small}}, Plan(), "bf16", key)
+        assert deep is not None and equal(deep, own)
 
 
 STAGES = [

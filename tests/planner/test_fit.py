@@ -162,6 +162,29 @@ def test_members_of_a_family_grow_and_the_model_is_one_of_them(table):
     }
 
 
+NAMED = {
+    "gpt2": "n_layer", "bloom": "n_layer", "ctrl": "n_layer", "mpt": "n_layers", "xglm": "num_layers",
+    "bart": "decoder_layers", "prophetnet": "num_decoder_layers", "opt": "num_hidden_layers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "depth"), NAMED.items())
+def test_the_number_of_blocks_has_many_names(kind, depth):
+    """Of a GPT-2 no largest model was found, and a deep one was run block by block. A table may give it by the name
+    that all configurations of transformers know, too."""
+    pytest.importorskip("transformers")
+    for given in ({}, {"num_hidden_layers": 5}) if kind in ("gpt2", "mpt") else ({},):
+        table = {"name": "hf", "config": {"model_type": kind, **({"num_hidden_layers": 7} if given else {})}, **given}
+        values = build(table).values
+        found = family(table, values)
+        assert found is not None and found.depth == depth and found.own == given.get("num_hidden_layers", values[depth])
+        assert build(found.member(found.own)).values == values
+        with torch.device("meta"):
+            made = build(found.member(3)).factory()
+        lists = [each for each in made.modules() if isinstance(each, torch.nn.ModuleList)]
+        assert max(map(len, lists)) == 3
+
+
 def test_there_is_no_family_of_a_model_whose_sizes_are_not_known():
     assert family({"name": "chess"}, {}) is None
 

@@ -3,6 +3,7 @@ budgets too."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from shoal.planner import (
     predict,
     replay,
 )
+from shoal.planner.prepare import Untraced
 from shoal.precision import precision as precision_named
 from tests.exchange import teacher
 from tests.parity.cases import CASES, text
@@ -480,13 +482,31 @@ def test_temporaries_by_hand():
     assert found.num_parameters == 128 and [kind for kind, _ in found.events].count("came") == 1
 
 
-def test_a_model_that_cannot_be_built_is_one_line():
-    def wrong() -> nn.Module:
-        return nn.Linear(2, -3)
+def of_a_missing_file() -> nn.Module:
+    with open("no such file", encoding="utf-8") as file:
+        return nn.Linear(*json.load(file))
 
+
+def of_no_such_name() -> nn.Module:
+    json.loads("{")
+    return nn.Linear(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("factory", "line", "said"),
+    [
+        (lambda: nn.Linear(2, -3), 0, "RuntimeError"),
+        (of_a_missing_file, 1, "FileNotFoundError"),
+        (of_no_such_name, 1, "JSONDecodeError"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_told_in_one_line_by_the_users_own(factory, line, said):
+    """It was said that it cannot be run without computing it, and `auto_plan` answered all the same."""
     with pytest.raises(UserError) as error:
-        dry_run(Subject(wrong, causal_lm, text()[0], 4, precision_named("fp32")))
-    assert "cannot be run without computing it" in str(error.value) and "\n" not in str(error.value)
+        dry_run(Subject(factory, causal_lm, text()[0], 4, precision_named("fp32")))
+    own = f"{__file__}:{factory.__code__.co_firstlineno + line}: "
+    assert str(error.value).startswith(f"the model cannot be made: its factory raises {said} at {own}")
+    assert "\n" not in str(error.value) and not isinstance(error.value, Untraced)
 
 
 def test_the_budget_that_is_asked_for_is_enough_for_the_chunks_that_it_brings():

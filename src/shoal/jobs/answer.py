@@ -10,7 +10,7 @@ from typing import Any
 from shoal.comm import World
 from shoal.errors import UserError, in_section
 from shoal.jobs.choose import Settled, under
-from shoal.jobs.dry_runs import DryRuns
+from shoal.jobs.dry_runs import DryRuns, compared
 from shoal.jobs.forecast import Forecast
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import build
@@ -18,7 +18,7 @@ from shoal.module.selective import selects
 from shoal.optim.groups import decay_matrices_only, small_optimizer
 from shoal.parallel.tensor import names_blocks
 from shoal.plan import Plan
-from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
+from shoal.planner import SHALLOW, Machine, Prediction, Subject, family
 from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import keeps_inside, why_not_compiled
@@ -130,8 +130,9 @@ def shallow_of(settled: Settled, plan: Plan = ALONE) -> tuple[Subject, int] | No
         return None
     if values[own.depth] > SHALLOW + 1:
         try:
-            shallow = subject_of(settled, {**table, own.depth: SHALLOW}, plan)
-            if alike_blocks(shallow.factory, settled.model.factory, shallow.precision) is not None:
+            few = {**table, own.depth: SHALLOW}
+            shallow = subject_of(settled, few, plan)
+            if compared(build(few), settled.model, shallow.precision) is not None:
                 return shallow, values[own.depth]
         except UserError:
             pass  # the model cannot be as shallow

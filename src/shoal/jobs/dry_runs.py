@@ -48,6 +48,17 @@ WORTH = 0.75
 COMPARED = 6
 """Blocks of the pipeline, of up to three stages, that is compared with what follows from a deeper one."""
 
+_COMPARED: dict[str, Blocks | None] = {}
+"""What comparisons of models have found, by the settings of both."""
+
+
+def compared(shallow: ModelSpec, deep: ModelSpec, numbers: Precision) -> Blocks | None:
+    """See `alike_blocks`. A process compares models of the same settings once."""
+    key = repr(((shallow.name, shallow.values), (deep.name, deep.values), numbers))
+    if key not in _COMPARED:
+        _COMPARED[key] = alike_blocks(shallow.factory, deep.factory, numbers)
+    return _COMPARED[key]
+
 
 class DryRuns:
     """Dry runs for one job, of models that are given by their `[model]` tables. `known`: those for the same job with
@@ -225,11 +236,10 @@ class DryRuns:
         return self._key(shallow, replace(plan, pp=1, schedule="1f1b", stages=None))
 
     def _blocks(self, shallow: Mapping[str, Any], deep: Mapping[str, Any]) -> Blocks | None:
-        """See alike_blocks: of the models of two tables, which are compared once."""
+        """See `compared`: of the models of two tables."""
         pair = repr(shallow), repr(deep)
         if pair not in self._blocks_of:
-            factories = self.model(shallow).factory, self.model(deep).factory
-            found = self._blocks_of[pair] = alike_blocks(*factories, self._precision)
+            found = self._blocks_of[pair] = compared(self.model(shallow), self.model(deep), self._precision)
             if found is not None:
                 self._compared[pair[0]] = found
         return self._blocks_of[pair]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError
 from shoal.models.gpt import GPT, GPTConfig
+from shoal.models.hf_config import config_of, transformers_here
 from shoal.models.hf_map import to_hf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-# What a published config.json says that is not about the architecture. Precision belongs to the job, code is never
-# fetched.
-NOT_ARCHITECTURE = ("auto_map", "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 
 def from_config(config: str | Path | Mapping[str, Any], **overrides: Any) -> Callable[[], PreTrainedModel]:
@@ -39,11 +35,6 @@ def from_config(config: str | Path | Mapping[str, Any], **overrides: Any) -> Cal
     a quantised model, or if `transformers` is not installed.
     """
     return partial(build_model, config_of(config, **overrides))
-
-
-def config_of(config: str | Path | Mapping[str, Any], **overrides: Any) -> PretrainedConfig:
-    """Returns the configuration that `from_config` builds from."""
-    return _parse(_read(config), overrides)
 
 
 def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
@@ -106,7 +97,7 @@ def export_hf(
     """
     if isinstance(model, GPT | GPTConfig):
         config_dict, weights = to_hf(model.cfg if isinstance(model, GPT) else model, state_dict)
-        config = _parse(config_dict, {})
+        config = config_of(config_dict)
     else:
         config, weights = _config_to_publish(model), dict(state_dict)
     matrices = [tensor for tensor in weights.values() if tensor.is_floating_point() and tensor.dim() >= 2]
@@ -119,14 +110,6 @@ def export_hf(
             setattr(architecture.config, setting, getattr(defaults, setting))
     with quiet():
         architecture.save_pretrained(directory, state_dict=_own_tensors(architecture, weights), max_shard_size="5GB")
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(f"Models of transformers need it installed ({error}). Run: pip install 'shoal[hf]'") from error
-    return transformers
 
 
 @contextmanager
@@ -145,71 +128,12 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"The model configuration {path} cannot be read: {error.strerror}. It must be a JSON file, or a directory "
-            "with config.json; nothing is downloaded."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"The model configuration {path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"The model configuration {path} holds a {type(content).__name__}; it must be a JSON object with "
-            "model_type."
-        )
-    return content
-
-
-def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> PretrainedConfig:
-    transformers = _transformers()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    model_type = content.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = did_you_mean(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-        raise UserError(
-            f"model_type={model_type!r} is no causal language model of transformers {transformers.__version__} "
-            f"(e.g. gpt2, llama, qwen3, mixtral).{hint}"
-        )
-    if content.get("quantization_config"):
-        raise UserError(
-            "The model configuration has a quantization_config: weights in a quantised format cannot be trained. "
-            "Remove it."
-        )
-    fields = {key: value for key, value in content.items() if key not in (*NOT_ARCHITECTURE, "model_type")}
-    known = transformers.AutoConfig.for_model(model_type)
-    for key in overrides:
-        if not hasattr(known, key):
-            hint = did_you_mean(key, list(known.to_dict()))
-            raise UserError(f"{key} is no field of the configuration of a {model_type} of transformers.{hint}")
-    fields |= overrides
-    # A smaller vocabulary than the published one leaves the published ids of special tokens outside of it.
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = fields.get(token, getattr(known, token, None))
-        ids = fields.get("vocab_size")
-        if isinstance(value, int) and isinstance(ids, int) and value >= ids:
-            fields[token] = None
-    try:
-        config = transformers.AutoConfig.for_model(model_type, **fields)
-        config.get_text_config()  # which some have several of
-    except Exception as error:  # each of transformers' configurations checks itself in its own way
-        raise UserError(f"The configuration of the {model_type} is refused by transformers: {error}") from error
-    return config
-
-
 def build_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Returns the model of `config` as `from_config` describes; `config` stays as it is. Raises UserError for sizes of
     which transformers makes no model."""
     config, _, attention = _for_training(config)
     with _explained(config):
-        return _transformers().AutoModelForCausalLM.from_config(
+        return transformers_here().AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
 
@@ -255,20 +179,20 @@ def _for_training(config: PretrainedConfig) -> tuple[PretrainedConfig, Any, str]
     config.use_cache = False
     if hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits = True
-    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = transformers_here().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return config, model_class, "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def _architecture(model: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Returns a model without values: of the class of `model` where that is one, since not all are causal ones."""
     with torch.device("meta"):
-        if isinstance(model, _transformers().PreTrainedModel):
+        if isinstance(model, transformers_here().PreTrainedModel):
             return type(model)(deepcopy(config)).to(dtype)
         return build_model(config, dtype)
 
 
 def _config_to_publish(model: Any) -> PretrainedConfig:
-    transformers = _transformers()
+    transformers = transformers_here()
     config = model.config if isinstance(model, transformers.PreTrainedModel) else model
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(

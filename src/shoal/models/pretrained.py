@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ArgumentError, UserError, did_you_mean
 from shoal.models import hf
+from shoal.models.hf_config import config_of
 from shoal.models.adapted import check_adapters
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def from_pretrained(
     """
     if lora is not None:
         check_lora(lora)
-    return with_weights(hf.config_of(directory if config is None else config, **overrides), directory, lora)
+    return with_weights(config_of(directory if config is None else config, **overrides), directory, lora)
 
 
 def with_weights(

@@ -118,6 +118,7 @@ def _gpt(settings: dict[str, Any]) -> ModelSpec:
 
 def _hf(settings: dict[str, Any]) -> ModelSpec:
     from shoal.models import hf, pretrained
+    from shoal.models.hf_config import config_of
 
     weights, lora = settings.pop("weights", None), settings.pop("lora", None)
     if not isinstance(weights, str | None):
@@ -142,7 +143,7 @@ def _hf(settings: dict[str, Any]) -> ModelSpec:
     if lora is not None:
         pretrained.check_lora(lora)
     pretrained.check_said(source, weights)
-    config = hf.config_of(source, **settings)
+    config = config_of(source, **settings)
     text = config.get_text_config()
     return ModelSpec(
         "hf",

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.module.block_inputs import MODIFIED
 from shoal.module.buffers import OtherBuffers
-from shoal.module.build import build_blank
 from shoal.pipeline.interpreter import CHANGED_MEANWHILE
 from shoal.plan import Plan
 from shoal.planner.degrees import Spread
 from shoal.planner.dry_run import loss_of
-from shoal.planner.prepare import Subject, Untraced, in_one_line, prepared
+from shoal.planner.prepare import Subject, Untraced, blank, in_one_line, prepared
 from shoal.planner.workspace import Called
 
 REPLICAS = Spread(copies=2), Spread(tokens=2)
@@ -30,7 +29,7 @@ def why_not_kept(subject: Subject) -> dict[str, str]:
     found = {_divided(each): "" for each in REPLICAS} | {"stages": ""}
     try:
         with in_one_line():
-            built = build_blank(subject.factory)
+            built = blank(subject.factory)
             if not _of(built.module):
                 return found
             subject = replace(subject, plan=Plan(), rank=0)

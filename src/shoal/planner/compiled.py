@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shoal.errors import UserError
-from shoal.module.build import build_blank, without_values
+from shoal.module.build import without_values
 from shoal.module.compiling import blocks
 from shoal.module.printed import printed
 from shoal.module.recompute import without_caches
@@ -20,7 +20,7 @@ from shoal.module.selective import selects
 from shoal.module.selective_graphs import checkpointed
 from shoal.plan import Plan
 from shoal.planner.dry_run import run
-from shoal.planner.prepare import Subject, in_one_line, prepared
+from shoal.planner.prepare import Subject, blank, in_one_line, prepared
 from shoal.planner.shapes import Shape, shapes_of, tensors_of
 
 
@@ -64,7 +64,7 @@ def _first_of_each(subject: Subject, look: Callable[[nn.Module, Any, Any], str])
 def _calls(subject: Subject) -> list[list[tuple[Any, Any]]]:
     """What each block of the model is called with in a microbatch."""
     found: list[list[tuple[Any, Any]]] = []
-    with in_one_line(), prepared(build_blank(subject.factory), replace(subject, plan=Plan(), rank=0)) as ready:
+    with in_one_line(), prepared(blank(subject.factory), replace(subject, plan=Plan(), rank=0)) as ready:
         for block in blocks(ready.local.module):
             found.append([])
             block.register_forward_pre_hook(partial(_note, found[-1]), with_kwargs=True)

@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
-from shoal.module.build import build_blank
 from shoal.module.known_calls import NEW, KnownCalls
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
 from shoal.planner.finite import note_ones
-from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
+from shoal.planner.prepare import Prepared, Subject, blank, in_one_line, prepared
 from shoal.planner.recording import Event, Recording, Staged
 from shoal.planner.stages import AllStages, agrees_of
 from shoal.planner.workspace import called, with_workspace
@@ -40,7 +39,7 @@ def dry_run(subject: Subject) -> Recording:
     if subject.plan.pipelined:
         place = Mesh(subject.plan, subject.rank, subject.plan.size).rank("pp")
         return dry_run_stages(subject).of(schedule_of(subject.plan, 1).stages_of(place))
-    with in_one_line(), prepared(build_blank(subject.factory), subject) as ready:
+    with in_one_line(), prepared(blank(subject.factory), subject) as ready:
         events = run(ready, subject)
         return Recording(
             ready.whole,
@@ -59,7 +58,7 @@ def dry_run_stages(subject: Subject) -> Staged:
     """Runs one microbatch of `subject` through the stages of its pipeline, each alone. Raises UserError as
     `dry_run`."""
     with in_one_line():
-        built, schedule = build_blank(subject.factory), schedule_of(subject.plan, 1)
+        built, schedule = blank(subject.factory), schedule_of(subject.plan, 1)
         units = units_of(built.module)  # of the whole model, before its layers are cut
         cut = stages_of(units, schedule.stages, given_stages(subject.plan))
         with prepared(built, subject) as ready:

@@ -11,6 +11,8 @@ from typing import Any
 
 AHEAD = 4
 """By how much a search goes beyond a size that fits."""
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+"""What configurations of transformers call the number of blocks of a causal language model."""
 STEP = 64
 """Units of an LSTM's width, and what a given width of an MLP is rounded to."""
 
@@ -46,9 +48,10 @@ def family(table: Mapping[str, Any], values: Mapping[str, Any]) -> Family | None
             _by_width(table, values),
             max(1, round(values["hidden"] / STEP)),
         )
-    key = "num_hidden_layers"
-    if name == "hf" and isinstance(values.get(key), int):
-        return Family("more layers of the same width", lambda size: {**table, key: size}, values[key], key, growth=1)
+    key = next((each for each in DEPTHS if isinstance(values.get(each), int)), None)
+    if name == "hf" and key is not None:
+        given = {each: value for each, value in table.items() if each not in DEPTHS or each in values}
+        return Family("more layers of the same width", lambda size: {**given, key: size}, values[key], key, growth=1)
     return None
 
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.module.build import build_blank
 from shoal.parallel.tensor import Cuts, cuts_of
 from shoal.parallel.tensor.cut import alike
 from shoal.parallel.tensor.head_counts import HeadCounts
 from shoal.parallel.tensor.pins import CUT_AS, together, wanted_of
 from shoal.planner.operators import problem_of, traced
 from shoal.planner.placements import Problem, Rates, best
-from shoal.planner.prepare import Subject, in_one_line
+from shoal.planner.prepare import Subject, blank, in_one_line
 
 TAKES_ALL = frozenset(["qkv", "vocabulary", "head"])
 """Kinds of layers that, where they are whole, take all tokens."""
@@ -70,7 +69,7 @@ def layers_of(subject: Subject, rates: Rates, placements: Mapping[str, str] | No
     """Finds what cutting the layers of `subject` saves on these ranks; `placements`: those that are given. Raises
     UserError for a model that cannot be run or cut."""
     with in_one_line():
-        module = build_blank(subject.factory).module
+        module = blank(subject.factory).module
         cuts = cuts_of(module, rates.ranks, subject.tensor_rules, None, placements)
         kinds = cuts.kinds(module)
         problem = problem_of(traced(subject), rates)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.module.build import build_blank
 from shoal.module.recompute import without_caches
 from shoal.parallel.tensor.graph.dims import size
 from shoal.parallel.tensor.graph.select import HANDLERS, followed
@@ -19,7 +18,7 @@ from shoal.parallel.tensor.graph.trace import Op, Trace, fake_mode, tensors_in, 
 from shoal.parallel.tensor.graph.views import VIEWS
 from shoal.planner.computing import ATTENTION_BACKWARD
 from shoal.planner.placements import Problem, Rates, redistributed
-from shoal.planner.prepare import Subject, in_one_line
+from shoal.planner.prepare import Subject, blank, in_one_line
 from shoal.training.loss import call_loss
 
 Place = tuple[Lies, Lies]
@@ -40,7 +39,7 @@ def traced(subject: Subject) -> Trace:
         raise _Called
 
     with in_one_line():
-        module = build_blank(subject.factory).module
+        module = blank(subject.factory).module
         without_caches(module)
         mode = fake_mode(module)
         hook = module.register_forward_pre_hook(stop, with_kwargs=True)

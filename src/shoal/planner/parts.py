@@ -27,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from shoal.chunks import Gather
 from shoal.device import is_accelerator, synchronize
 from shoal.errors import UserError, did_you_mean
-from shoal.module.build import build_blank
 from shoal.module.printed import printed
 from shoal.optim.groups import OptimizerFactory
 from shoal.pipeline import Schedule, balance, given_stages, kept, schedule_of, steady
@@ -35,7 +34,7 @@ from shoal.pipeline.units import Unit, pieces_of, stages_of, units_of
 from shoal.plan import Plan, nbytes, option_name, option_parameters
 from shoal.planner.dry_run import run
 from shoal.planner.predict import Machine, predict
-from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
+from shoal.planner.prepare import Prepared, Subject, blank, in_one_line, prepared
 from shoal.planner.recording import Recording
 from shoal.planner.shapes import Shape, shapes_of, tensors_of
 
@@ -72,7 +71,7 @@ def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, devi
             '"counted"'
         )
     with in_one_line():
-        built = build_blank(subject.factory)
+        built = blank(subject.factory)
         units = units_of(built.module)
         with prepared(built, subject) as ready:
             seen = _Seen(ready, units)
@@ -110,9 +109,7 @@ def with_stages(
         raise UserError(f'plan.stages = "{name}" has no parameter {", ".join(sorted(unknown))}; it has memory')
     limit = nbytes(parameters["memory"], "plan.stages.memory") if "memory" in parameters else math.inf
     parts = parts_of(subject, optimizer, name == "measured", device)
-    return replace(
-        plan, stages=cut(parts, units_of(build_blank(subject.factory).module), steady(plan, microbatches), limit)
-    )
+    return replace(plan, stages=cut(parts, units_of(blank(subject.factory).module), steady(plan, microbatches), limit))
 
 
 def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit: float = math.inf) -> list[int]:
@@ -134,7 +131,7 @@ def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit:
 def as_cut(factory: Callable[[], nn.Module], plan: Plan) -> list[int] | None:
     """How many blocks each stage has as an engine cuts the model for `plan`; None where that is not between blocks with
     the parts around them. Raises UserError for a cut that does not fit the model."""
-    units = units_of(build_blank(factory).module)
+    units = units_of(blank(factory).module)
     stages = schedule_of(plan, 1).stages
     own = dict(zip((unit.name for unit in units), stages_of(units, stages, given_stages(plan)), strict=True))
     found = [{own[unit.name] for unit in piece.units} for piece in pieces_of(units)]

@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
+from sysconfig import get_paths
 from traceback import extract_tb
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
 from shoal.errors import ShoalError, UserError
 from shoal.module.batchnorm import has_batch_statistics
-from shoal.module.build import Built
+from shoal.module.build import Built, build_blank
 from shoal.module.kept_outside import nothing_kept_outside
 from shoal.module.random import host_draws, keyed_functional
 from shoal.module.value_checks import values_unchecked
@@ -86,19 +88,47 @@ def in_one_line() -> Iterator[None]:
             "through a model)",
         ) from error
     except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Untraced(
-            f"the model cannot be run without computing it ({type(error).__name__} at {_line_of(error)}): {first}"
+            f"the model cannot be run without computing it ({type(error).__name__} at {_line_of(error)}): "
+            f"{_first_line(error)}"
         ) from error
+
+
+def blank(factory: Callable[[], nn.Module]) -> Built:
+    """Builds a model whose initial values nobody asks for (see `build_blank`). Raises UserError, with the line of the
+    user's own, for a factory that fails wherever it runs: no run would show more."""
+    try:
+        return build_blank(factory)
+    except ShoalError:
+        raise
+    except Exception as error:  # somebody else's code
+        raise UserError(
+            f"the model cannot be made: its factory raises {type(error).__name__} at {_own_line_of(error)}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _line_of(error: BaseException) -> str:
     """The file and line of the user's, or of a library's, that led to `error` in torch; a backward has none."""
-    ours = tuple(str(Path(package.__file__ or "").parent) for package in (torch, errors))
     frames = extract_tb(error.__traceback__)
-    lines = [each for each in frames if not each.filename.startswith(ours)]
+    lines = [each for each in frames if not each.filename.startswith(_folders(torch, errors))]
     backward = any(each.name == "_engine_run_backward" for each in frames)
     return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "its backward" if backward else "its forward"
+
+
+def _own_line_of(error: BaseException) -> str:
+    """The last file and line on the way to `error` that are of no library; where there are none, those of one."""
+    libraries = (*_folders(torch, errors), *(get_paths()[name] for name in ("purelib", "platlib", "stdlib")))
+    own = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith((*libraries, "<frozen"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else _line_of(error)
+
+
+def _folders(*packages: ModuleType) -> tuple[str, ...]:
+    return tuple(str(Path(package.__file__ or "").parent) for package in packages)
 
 
 class OneRow(TorchFunctionMode):

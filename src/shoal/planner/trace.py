@@ -24,14 +24,13 @@ from shoal.chunks import Gather
 from shoal.comm.ledger import Traffic, class_of
 from shoal.errors import UserError
 from shoal.module.batchnorm import RunningStatistics
-from shoal.module.build import build_blank
 from shoal.pipeline.units import Unit, units_of
 from shoal.planner.alike import alike, kind_of, outline
 from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
 from shoal.planner.elements import elements_of, parameters_of, shared_among
 from shoal.planner.positions import Positions, positions_of
-from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
+from shoal.planner.prepare import Prepared, Subject, blank, in_one_line, prepared
 from shoal.planner.temporaries import Lives, lives
 
 
@@ -126,7 +125,7 @@ class _StoodIn(Exception):
 
 def _made(subject: Subject, stand_in: bool) -> Trace:
     """`stand_in`: whether blocks that are alike are run once."""
-    built = build_blank(subject.factory)
+    built = blank(subject.factory)
     units = units_of(built.module)
     with prepared(built, subject) as ready:
         looker = _Looker(ready, units, stand_in)
