@@ -173,11 +173,11 @@ def test_the_number_of_blocks_has_many_names(kind, depth):
     """Of a GPT-2 no largest model was found, and a deep one was run block by block. A table may give it by the name
     that all configurations of transformers know, too."""
     pytest.importorskip("transformers")
-    for given in ({}, {"num_hidden_layers": 5}) if kind in ("gpt2", "mpt") else ({},):
-        table = {"name": "hf", "config": {"model_type": kind, **({"num_hidden_layers": 7} if given else {})}, **given}
+    for more in ({}, {"num_hidden_layers": 5}) if kind in ("gpt2", "mpt") else ({},):
+        table = {"name": "hf", "config": {"model_type": kind, **({"num_hidden_layers": 7} if more else {})}, **more}
         values = build(table).values
         found = family(table, values)
-        assert found is not None and found.depth == depth and found.own == given.get("num_hidden_layers", values[depth])
+        assert found is not None and found.depth == depth and found.own == more.get("num_hidden_layers", values[depth])
         assert build(found.member(found.own)).values == values
         with torch.device("meta"):
             made = build(found.member(3)).factory()

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from shoal.errors import ArgumentError, UserError, did_you_mean
 from shoal.models import hf
-from shoal.models.hf_config import config_of
 from shoal.models.adapted import check_adapters
+from shoal.models.hf_config import config_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

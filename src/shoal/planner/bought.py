@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shoal.assembly.replan import without_collections
 from shoal.planner.cluster import Link
 from shoal.planner.search import Search
 from shoal.planner.task import Choice, Estimate, Task
@@ -21,9 +22,10 @@ def bought(
     near = [each.choice.spread for each in (chosen, *others, *refused)]
     out = {_asked(each.choice) for each in refused}
     found, known = dict[str, float](), Search(task)
-    for what, more in with_more(task).items():
-        best = next((each for each in Search(more, known).run(near).best if _asked(each.choice) not in out), None)
-        found[what] = max(0.0, chosen.seconds - best.seconds) if best else 0.0
+    with without_collections():  # all four keep what they find in common
+        for what, more in with_more(task).items():
+            best = next((each for each in Search(more, known).run(near).best if _asked(each.choice) not in out), None)
+            found[what] = max(0.0, chosen.seconds - best.seconds) if best else 0.0
     return found
 
 

@@ -7,43 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
 from operator import is_
 
 from shoal.module.chosen_blocks import over_budget
 from shoal.planner.computing import HALVED, HALVED_TENSOR, python_of
 from shoal.planner.costs import Prices
+from shoal.planner.cuts import Cuts
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
-from shoal.planner.pipes import Pace, cut, fill, longer_by, slowest
-from shoal.planner.sizes import POLICIES, Sizes, together
+from shoal.planner.pipes import Pace, fill, longer_by, slowest
+from shoal.planner.sizes import POLICIES
 from shoal.planner.task import Choice
-
-Blocks = tuple[tuple[int, tuple[int, ...]], ...]
-"""The kinds of blocks of a stage: a piece that has one, and the numbers of those in the stage among all blocks."""
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """`numbers` of pieces of each stage; the distinct pieces with how many there are, the sizes, the blocks of each.
-    `alike`: the ranks of a pipeline that hold as much as each other."""
-
-    numbers: tuple[int, ...]
-    pieces: tuple[tuple[tuple[int, int], ...], ...]
-    sizes: tuple[Sizes, ...]
-    blocks: tuple[Blocks, ...]
-    alike: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def all_by(self) -> Callable[[tuple[str, ...], str], tuple[Counts, ...]]:
-        """Counts of all stages where every block is treated in one of several ways."""
-        return cache(self._all_by)
-
-    def _all_by(self, policies: tuple[str, ...], policy: str) -> tuple[Counts, ...]:
-        return tuple(
-            tuple(tuple(len(numbers) * (each == policy) for each in policies) for _, numbers in blocks)
-            for blocks in self.blocks
-        )
 
 
 @dataclass(frozen=True)
@@ -59,34 +33,6 @@ class Work:
     sent: dict[str, float]
 
 
-def cut_for(prices: Prices, spread: Spread, stages: int) -> Cuts:
-    """Cuts the model into `stages`, such that the slowest is as fast as can be; as pinned, where that is."""
-    number, given = len(prices.pieces), prices.task.pins.get("stages")
-    if stages == 1:
-        numbers = [number]
-    elif isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
-        numbers = list(given)
-    else:
-        distinct = {place: alone(prices, place, spread) for place in set(prices.like)}
-        costs = [distinct[place] for place in prices.like]
-        speeds = prices.speeds(spread.stages)
-        numbers = cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)])
-    places = [range(*each) for each in pairwise([0, *accumulate(numbers)])]
-    pieces = tuple(map(prices.alike, places))
-    sizes = tuple(together([(prices.sizes(place, spread), many) for place, many in stage]) for stage in pieces)
-    ranks, alike = spread.stages, dict[object, list[int]]()
-    for rank in range(ranks):
-        alike.setdefault((pieces[rank::ranks], rank == ranks - 1), []).append(rank)
-    return Cuts(tuple(numbers), pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
-
-
-def alone(prices: Prices, place: int, spread: Spread, rows: int = 1) -> float:
-    """Seconds of a microbatch of a piece, there and back, with what is sent and without recompute."""
-    spent = prices.spent(place, spread, rows)
-    sent = sum(seconds for _, seconds in (*spent.sent_forward, *spent.sent_backward))
-    return spent.forward + spent.backward + sent
-
-
 class Lane:
     """Microbatches of `rows` rows, on average `mean`, on a pipeline's stages. `policies`: how blocks may be treated."""
 
@@ -96,6 +42,7 @@ class Lane:
         self.cuts, self._prices, self._spread, self.policies = cuts, prices, spread, policies
         self._rows, self._mean = rows, mean
         self.ranks, self.stages, self.speeds = spread.stages, len(cuts.pieces), prices.speeds(spread.stages)
+        self._again, self._freed = cache(self._repeated), cache(self._not_kept)  # most stages are alike
 
     @cached_property
     def works(self) -> list[Work]:
@@ -180,8 +127,11 @@ class Lane:
 
     def again(self, stage: int, counts: Counts) -> tuple[float, dict[str, float]]:
         """Seconds that backward of a stage computes again, on the slowest device, and that it sends again."""
+        return self._again(self.cuts.places[stage], counts)
+
+    def _repeated(self, places: tuple[int, ...], counts: Counts) -> tuple[float, dict[str, float]]:
         seconds, sends = 0.0, dict[str, float]()
-        for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True):
+        for place, numbers in zip(places, counts, strict=True):
             again = self._prices.again(place, self._spread, self._mean)
             for policy, number in zip(self.policies, numbers, strict=True):
                 own, sent = again[policy]
@@ -192,9 +142,12 @@ class Lane:
 
     def freed(self, stage: int, counts: Counts) -> float:
         """Bytes of a row that backward of a stage does not keep."""
+        return self._freed(self.cuts.places[stage], counts)
+
+    def _not_kept(self, places: tuple[int, ...], counts: Counts) -> float:
         return sum(
             number * self._prices.sizes(place, self._spread).frees(policy)
-            for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True)
+            for place, numbers in zip(places, counts, strict=True)
             for policy, number in zip(self.policies, numbers, strict=True)
         )
 

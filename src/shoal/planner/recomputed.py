@@ -4,7 +4,8 @@ where weights have their home on the host, that these may stay on the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 from shoal.plan import option_name, option_parameters
@@ -16,6 +17,8 @@ from shoal.planner.timed import Timed, timing
 
 FREER = 16
 """Ways at most to compute again more than must be that are tried."""
+LAST = 4
+"""Choices whose counts are kept."""
 
 
 class Recomputed(Timed):
@@ -29,6 +32,14 @@ class Recomputed(Timed):
     def counts(self, choice: Choice) -> list[Counts]:
         """How each stage treats its blocks: all as `choice` says where it names a way other than "none"; where nothing
         fits, what frees most."""
+        return list(self._counts_of(choice))
+
+    @cached_property
+    def _counts_of(self) -> Callable[[Choice], list[Counts]]:
+        """Keeps those of the last choices: seconds are asked for first, and then what the choice holds."""
+        return lru_cache(maxsize=LAST)(self._find)
+
+    def _find(self, choice: Choice) -> list[Counts]:
         lane = self.lane(choice)
         counts = lane.none()
         if choice.recompute != "none" and choice.recompute in lane.policies:

@@ -10,11 +10,12 @@ from operator import mul
 from typing import NamedTuple
 
 from shoal.planner.costs import Prices
+from shoal.planner.cuts import Cuts, alone, cut_for
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import agreed
 from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import Cuts, Lane, alone, cut_for, fill_of, seconds_of
+from shoal.planner.lanes import Lane, fill_of, seconds_of
 from shoal.planner.once import once
 from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
 from shoal.planner.policies import keeps_operations, policies_of

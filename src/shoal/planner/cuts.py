@@ -1,0 +1,73 @@
+"""The stages into which a model is cut, and what each consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+
+from shoal.planner.costs import Prices
+from shoal.planner.degrees import Spread
+from shoal.planner.knapsack import Counts
+from shoal.planner.pipes import cut
+from shoal.planner.sizes import Sizes, together
+
+Blocks = tuple[tuple[int, tuple[int, ...]], ...]
+"""The kinds of blocks of a stage: a piece that has one, and the numbers of those in the stage among all blocks."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """`numbers` of pieces of each stage; the distinct pieces with how many there are, the sizes, the blocks of each.
+    `alike`: the ranks of a pipeline that hold as much as each other."""
+
+    numbers: tuple[int, ...]
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    sizes: tuple[Sizes, ...]
+    blocks: tuple[Blocks, ...]
+    alike: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the pieces that have its kinds of blocks."""
+        return tuple(tuple(place for place, _ in blocks) for blocks in self.blocks)
+
+    @cached_property
+    def all_by(self) -> Callable[[tuple[str, ...], str], tuple[Counts, ...]]:
+        """Counts of all stages where every block is treated in one of several ways."""
+        return cache(self._all_by)
+
+    def _all_by(self, policies: tuple[str, ...], policy: str) -> tuple[Counts, ...]:
+        return tuple(
+            tuple(tuple(len(numbers) * (each == policy) for each in policies) for _, numbers in blocks)
+            for blocks in self.blocks
+        )
+
+
+def cut_for(prices: Prices, spread: Spread, stages: int) -> Cuts:
+    """Cuts the model into `stages`, such that the slowest is as fast as can be; as pinned, where that is."""
+    number, given = len(prices.pieces), prices.task.pins.get("stages")
+    if stages == 1:
+        numbers = [number]
+    elif isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
+        numbers = list(given)
+    else:
+        distinct = {place: alone(prices, place, spread) for place in set(prices.like)}
+        costs = [distinct[place] for place in prices.like]
+        speeds = prices.speeds(spread.stages)
+        numbers = cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)])
+    places = [range(*each) for each in pairwise([0, *accumulate(numbers)])]
+    pieces = tuple(map(prices.alike, places))
+    sizes = tuple(together([(prices.sizes(place, spread), many) for place, many in stage]) for stage in pieces)
+    ranks, alike = spread.stages, dict[object, list[int]]()
+    for rank in range(ranks):
+        alike.setdefault((pieces[rank::ranks], rank == ranks - 1), []).append(rank)
+    return Cuts(tuple(numbers), pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
+
+
+def alone(prices: Prices, place: int, spread: Spread, rows: int = 1) -> float:
+    """Seconds of a microbatch of a piece, there and back, with what is sent and without recompute."""
+    spent = prices.spent(place, spread, rows)
+    sent = sum(seconds for _, seconds in (*spent.sent_forward, *spent.sent_backward))
+    return spent.forward + spent.backward + sent
