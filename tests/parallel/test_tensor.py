@@ -20,6 +20,7 @@ from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
 from shoal.module.build import Built, build
 from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, cuts_of, kind_of, rules_for
+from shoal.parallel.tensor.between import mixes_features
 from shoal.parallel.tensor.rules import check_pattern, matches
 from shoal.parallel.tensor.spans import even, heads
 from shoal.plan import Plan
@@ -517,6 +518,65 @@ def test_an_activation_that_is_trained_sums_its_gradients_beside_layers_that_are
     model = build(from_config({**LLAMA, "model_type": "apertus"}), 0).module
     rules = cuts_of(model, 2, None).rules
     assert kind_of("model.layers.0.mlp.act_fn", rules) == "inside" and kind_of("model.norm", rules) == "whole"
+
+
+SPARSE = {
+    **LLAMA,
+    "model_type": "gemma3n_text",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 60,
+    "activation_sparsity_pattern": [0.5, 0.0],
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "pad_token_id": 0,
+}
+
+
+def test_a_layer_stays_whole_whose_activation_takes_all_features_together():
+    """The plan of Gemma 3n cuts it, and each rank would take the cutoff of its own features."""
+    rules = cuts_of(build(from_config(SPARSE), 0).module, 2, None).rules
+    names = ["gate_proj", "up_proj", "down_proj"]
+    assert {kind_of(f"model.layers.0.mlp.{name}", rules) for name in names} == {"whole"}
+    assert [kind_of(f"model.layers.1.mlp.{name}", rules) for name in names] == ["column", "column", "row"]
+    assert kind_of("model.layers.0.self_attn.q_proj", rules) == "column"
+
+
+class Between(nn.Module):
+    """What lies between a column and its row is `between`; a row's `bias` must not be counted twice."""
+
+    def __init__(self, between, packed=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16 if packed else 8), nn.Linear(8, 4)
+        self.between = between
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.down(self.dropout(self.between(self.up(x))))
+
+
+@pytest.mark.parametrize(
+    ("between", "packed", "mixes"),
+    [
+        (torch.relu, False, False),
+        (lambda x: x[..., : x.shape[-1] // 2] * x[..., x.shape[-1] // 2 :], True, False),
+        (lambda x: torch.relu(x - x.mean(-1, keepdim=True)), False, True),
+        (lambda x: x / x.square().sum(-1, keepdim=True), False, True),
+        (lambda x: x.view(-1, 8), False, False),  # does not run on other sizes: not judged
+    ],
+)
+def test_what_lies_between_a_column_and_its_row_is_asked_by_numbers(between, packed, mixes):
+    module = Between(between, packed)
+    kinds = {"up": "packed" if packed else "column", "down": "row"}
+    before = torch.get_rng_state()
+    assert mixes_features(module, kinds) is mixes
+    assert module.training and module.up.weight.shape[1] == 4 and torch.equal(torch.get_rng_state(), before)
+    with torch.device("meta"):
+        assert mixes_features(module, kinds) is mixes
 
 
 def test_a_plan_that_leaves_out_what_is_trained_between_a_column_and_its_row_is_not_taken():

@@ -39,6 +39,7 @@ from shoal.errors import UserError, check_choice
 from shoal.models.adapted import unadapted
 from shoal.module.closest import closest
 from shoal.module.stand_in import whole_model
+from shoal.parallel.tensor.between import mixes_features
 
 Rules = Mapping[str, str]
 KINDS = (
@@ -242,7 +243,8 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
     embedding = find() if find is not None and "head" in rules.values() else None
     if isinstance(embedding, nn.Embedding):
         rules[next(name for name, each in module.named_modules() if each is embedding)] = "vocabulary"
-    return {**rules, **dict.fromkeys(_trained_activations(module, rules), "inside")}
+    inside = dict.fromkeys(_trained_activations(module, rules), "inside")
+    return {**rules, **inside, **dict.fromkeys(_around_mixtures(module, rules), "whole")}
 
 
 def _trained_activations(module: nn.Module, rules: Rules) -> list[str]:
@@ -254,4 +256,21 @@ def _trained_activations(module: nn.Module, rules: Rules) -> list[str]:
         if type(each).__module__ == "transformers.activations" and sizes and max(sizes) == 1:
             beside = {kind_of(f"{owner}.{key}", rules) for key, _ in module.get_submodule(owner).named_children()}
             found += [name] if {"column", "row"} <= beside else []
+    return found
+
+
+def _around_mixtures(module: nn.Module, rules: Rules) -> list[str]:
+    """Returns the layers that the plan cuts by columns and by rows, and that stay whole as what lies between takes all
+    features together (the cutoff of Gemma 3n's sparse activations)."""
+    found: list[str] = []
+    judged: dict[object, bool] = {}
+    for name, each in whole_model(module):
+        own = {key: kind_of(f"{name}.{key}".lstrip("."), rules) for key, _ in each.named_children()}
+        if "row" not in own.values() or not {"column", "packed"} & set(own.values()) or kind_of(name, rules) != "whole":
+            continue
+        numbers = [(key, value) for key, value in each.__dict__.items() if isinstance(value, int | float | str)]
+        signature = (type(each), repr(numbers), *own.items())
+        if signature not in judged:
+            judged[signature] = mixes_features(each, own)
+        found += [f"{name}.{key}" for key, kind in own.items() if kind != "whole" and judged[signature]]
     return found
