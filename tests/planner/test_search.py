@@ -69,6 +69,21 @@ def test_the_best_of_all(memory: float, between: float) -> None:
     assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
 
 
+@pytest.mark.parametrize("crowd", [1.0, 3.0])
+def test_what_a_choice_is_not_below_has_the_waiting_of_its_pipeline(crowd: float) -> None:
+    """It had that of no pipeline, and deep ones were solved whole to be left out."""
+    small = replace(cluster(memory=0.5 * GIB), contention=crowd)
+    schedules = ("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb1p", 1), ("zbv", 2)
+    asked, seen = Search(task(on=small, schedules=schedules)), set[str]()
+    for choice in (each for spread in asked.spreads() for each in asked.choices(spread)):
+        seconds, again = asked.floor(choice)
+        assert seconds <= asked.timed(choice)
+        if again and choice.spread.stages > 1 and choice.schedule != "zb1p":  # whose slowest rank may be another
+            seen.add(choice.schedule)
+            assert seconds >= (1 - 1e-8) * asked.least(choice)
+    assert seen == {name for name, _ in schedules} - {"zb1p"}
+
+
 def test_of_stages_that_share_cores_forward_and_backward_are_as_much_of_computing_as_before() -> None:
     """Stages that end early leave their core to the one that works longest, whose forwards take less then, too."""
     on = cluster(hosts=1, count=4, memory=8 * GIB)

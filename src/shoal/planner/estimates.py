@@ -14,9 +14,9 @@ from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, exposed, met, moved, updated
 from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import Lane, by_policy, within
+from shoal.planner.lanes import Lane, at_least, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
-from shoal.planner.pipes import Crowd, Pace, of_ranks, passed_on, simulated, slowest
+from shoal.planner.pipes import Crowd, Pace, passed_on, simulated, slowest
 from shoal.planner.recomputed import Recomputed
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
@@ -93,12 +93,13 @@ class Estimates(Recomputed):
         needs = list(self._needs(choice, lane, deal.most))
         if not needs:
             return math.fsum(terms.values()), False
-        seconds = of_ranks(stages, lane.ranks)
-        longest = max(seconds)
+        longer = list(stages)
         for rank, need in needs:
             least = need * lane.dearness(rank, self._flying(choice, rank, deal.most))
-            longest = max(longest, seconds[rank] + least)
-        return (1 - 1e-9) * (deal.number * longest + sum(terms.get(what, 0.0) for what in APART)), True
+            often = 1 + min(each.parted for each in stages[rank :: lane.ranks])
+            longer[rank] = longer[rank]._replace(backward=longer[rank].backward + often * least)
+        works = at_least(choice, lane, longer, deal.number, self.prices.slowest.crowd)
+        return (1 - 1e-9) * (works + sum(terms.get(what, 0.0) for what in APART)), True
 
     def priced(self, choice: Choice, counts: list[Counts]) -> Estimate:
         """What `choice` takes and holds where the stages treat their blocks so."""
