@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal import Engine, Plan, UserError
@@ -31,6 +31,7 @@ from shoal.pipeline.p2p import Mail, Message
 from shoal.planner import Subject
 from shoal.planner.ask import numbers_of
 from shoal.planner.degrees import Spread
+from shoal.planner.prepare import Untraced
 from shoal.planner.profile import profile
 from shoal.planner.rehearsal import STEADY, Seen, Step, more_than, rehearse, tensors_of
 from shoal.planner.search import Search
@@ -221,6 +222,20 @@ def test_weights_that_ranks_divide_and_gather_for_a_block_that_runs_again():
 def test_plans_that_cannot_be_rehearsed_say_why(options):
     with pytest.raises(UserError, match="cannot be rehearsed: "):
         rehearse(CASES["mlp-dropout"].factory, recipe("mlp-dropout", "fp32", 1), Plan(**options), [])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp=2), Plan(pp=2)], ids=str)
+def test_a_factory_that_fails_is_told_by_its_own_line(plan):
+    """It was said that the model cannot be run without computing it."""
+
+    def factory():
+        return nn.Linear({"d": 4}["dim"], 4)
+
+    own = f"{__file__}:{factory.__code__.co_firstlineno + 1}: "
+    with pytest.raises(UserError, match="the model cannot be made: its factory raises KeyError at ") as error:
+        rehearse(factory, recipe("mlp-dropout", "fp32", 2), plan, [])
+    assert own in str(error.value) and not isinstance(error.value, Untraced)
 
 
 @pytest.mark.fast

@@ -67,6 +67,11 @@ class WholeModel:
 
 def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, ranks: Ranks) -> WholeModel:
     """Builds `model`, a factory or a ready module: the same on all ranks, which call it alike."""
+    return whole_model(built_alike(model, recipe, ranks), recipe.param_groups)
+
+
+def built_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, ranks: Ranks) -> Built:
+    """Builds as `build_alike`, before anything is asked of the model."""
     if ranks.world.device.type == "cpu":
         keep_freed_memory()
     try:
@@ -79,7 +84,7 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
     make_alike(built, ranks.world.everyone)
     if ranks.world.rank == 0:
         _tell_of_extra_state(built.module)
-    return whole_model(built, recipe.param_groups)
+    return built
 
 
 def _tell_of_extra_state(module: nn.Module) -> None:

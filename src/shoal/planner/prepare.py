@@ -95,10 +95,17 @@ def in_one_line() -> Iterator[None]:
 
 
 def blank(factory: Callable[[], nn.Module]) -> Built:
-    """Builds a model whose initial values nobody asks for (see `build_blank`). Raises UserError, with the line of the
-    user's own, for a factory that fails wherever it runs: no run would show more."""
-    try:
+    """Builds a model whose initial values nobody asks for (see `build_blank`). Raises UserError as `making`."""
+    with making():
         return build_blank(factory)
+
+
+@contextmanager
+def making() -> Iterator[None]:
+    """Turns the error of a factory that fails wherever it runs into UserError, with the line of the user's own: no run
+    would show more."""
+    try:
+        yield
     except ShoalError:
         raise
     except Exception as error:  # somebody else's code

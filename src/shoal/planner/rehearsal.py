@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.assembly.assembled import Assembled, closing
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import Memory, lay_out
-from shoal.assembly.model import build_alike, localize
+from shoal.assembly.model import built_alike, localize, whole_model
 from shoal.assembly.ranks import ranks
 from shoal.assembly.rebuild import Rebuild
 from shoal.assembly.recipe import Recipe
@@ -45,7 +45,7 @@ from shoal.native import pretending
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.made_up import Values, addresses, as_if_real
-from shoal.planner.prepare import in_one_line
+from shoal.planner.prepare import in_one_line, making
 from shoal.training.microbatches import choose_microbatch
 
 CPU = torch.device("cpu")
@@ -79,7 +79,8 @@ def rehearse(
     """Rehearses the first steps of `rank` on the samples of `dataset`, a map-style one whose shapes alone count.
 
     `one_host`: ranks share memory; else each is on a host of its own. `link`: what an engine would measure of them, for
-    the size of chunks. Raises UserError, in one line, for what the engine refuses and for a model that asks for values.
+    the size of chunks. Raises UserError, in one line, for what the engine refuses, for a model that asks for values,
+    and for a factory that fails.
     """
     _check(plan, model)
 
@@ -138,7 +139,9 @@ def assembled_for(
     with ExitStack() as stack:
         among = ranks(plan, world)
         assume(among.replicas, CPU, link or Link(among.replicas.name, among.replicas.size, "nothing", USUAL))
-        whole = build_alike(model, recipe, among)
+        with making():
+            built = built_alike(model, recipe, among)
+        whole = whole_model(built, recipe.param_groups)
         module = whole.built.module
         stack.enter_context(nothing_kept_outside(module))
         check(plan, recipe, module, whole.groups.options)
