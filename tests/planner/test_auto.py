@@ -22,7 +22,7 @@ from shoal.comm import Link as Measured
 from shoal.comm import World
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
-from shoal.jobs import answer, automatic, gain
+from shoal.jobs import answer, auto, automatic, gain
 from shoal.jobs.answer import profile_of, task_of
 from shoal.jobs.asking import answer as answered
 from shoal.jobs.asking import asked, keeps_microbatch, stays
@@ -42,7 +42,9 @@ from shoal.planner.degrees import Spread
 from shoal.planner.measure import Rates
 from shoal.planner.prepare import in_one_line
 from shoal.planner.profile import profile
+from shoal.planner.task import Task
 from shoal.precision import precision
+from tests.planner.models import task
 
 GIB = 2**30
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -476,6 +478,25 @@ def test_a_budget_is_kept_by_the_plan_that_is_confirmed(
     found = told(f"{enough}USD")
     assert first["price"] < found["price"] <= float(enough.replace(",", ""))
     assert not found["plan"].get("compile") and found["not_compiled"] == "a block breaks"
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"), [((), "takes 51.00 USD"), ((1,), "takes 52.00 USD"), ((1, 2), "2 hosts are too small")]
+)
+def test_the_price_that_is_said_to_be_enough_is_confirmed(
+    refused: tuple[int, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was that of a plan that no dry run had been asked for, and as much was refused again, with a higher one."""
+
+    def place(_: Any, part: Task) -> SimpleNamespace:
+        if (hosts := len(part.cluster.hosts)) in refused:
+            raise UserError(f"{hosts} hosts are too small")
+        return SimpleNamespace(price=50.0 + hosts)
+
+    monkeypatch.setattr(auto, "placed", place)
+    monkeypatch.setattr(auto, "searched", lambda settled, asked: (asked, [], ""))
+    with pytest.raises(UserError, match=said):
+        auto._within(0.001, "", SimpleNamespace(steps_of=lambda _: 1000), task())  # type: ignore[arg-type]
 
 
 def test_blocks_stay_as_they_are_written_where_graphs_cannot_do_what_is_pinned(

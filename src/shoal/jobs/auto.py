@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import allowed, load_job, plan_pins
 from shoal.plan import Plan
 from shoal.planner.cluster_file import cluster_of
-from shoal.planner.explain import within_budget
+from shoal.planner.explain import TooDear, within_budget
 from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.replicable import as_replicable
@@ -63,13 +64,27 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
 
 def _within(budget: float, currency: str, settled: Settled, task: Task) -> Chosen:
     """The fastest plan whose price keeps to `budget`, confirmed: on another number of hosts where dry runs pass over so
-    many that a dearer one is left."""
-    known, eager = dict[int, float](), ""
+    many that a dearer one is left. Raises UserError with the least price where there is none, which is confirmed too,
+    so that as much is enough."""
+    known, eager, unfit = dict[int, float](), "", None
     with suppress(UserError):  # all hosts may be too many
         task, _, eager = searched(settled, task)
     while True:
-        part = within_budget(task, budget, lambda each: settled.steps_of(each.seconds) * each.seconds, currency, known)
-        chosen = placed(settled, part)
+        try:
+            part = within_budget(
+                task, budget, lambda each: settled.steps_of(each.seconds) * each.seconds, currency, known
+            )
+        except TooDear as error:
+            if error.cheapest is None:
+                if unfit is not None and min(known.values()) == math.inf:
+                    raise unfit from error
+                raise
+            part = error.cheapest
+        try:
+            chosen = placed(settled, part)
+        except UserError as error:  # on so many hosts no plan holds in a dry run
+            known[len(part.cluster.hosts)], unfit = math.inf, error
+            continue
         if (price := chosen.price or 0.0) <= budget:
             return replace(chosen, eager=chosen.eager or eager)
         known[len(part.cluster.hosts)] = price

@@ -16,7 +16,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.held import resting
 from shoal.planner.longer import longer
 from shoal.planner.profile import Profile, deepened
-from shoal.planner.search import Search, search
+from shoal.planner.search import Search, more_room, search
 from shoal.planner.sizes import together
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
 
@@ -236,6 +236,14 @@ def front(found: Found) -> list[Estimate]:
     return best
 
 
+class TooDear(UserError):
+    """No plan keeps to a budget. `cheapest`: the task whose price is the least, None where that is confirmed."""
+
+    def __init__(self, message: str, cheapest: Task | None) -> None:
+        super().__init__(message)
+        self.cheapest = cheapest
+
+
 def within_budget(
     task: Task,
     budget: float,
@@ -246,7 +254,7 @@ def within_budget(
     """The task on the number of hosts, of the first ones of the cluster, whose plan is the fastest of those that keep
     the price of the whole job within `budget` (see `numbers_of_hosts`). `seconds`: of the whole job; `currency`: of the
     budget, "" for the cluster's; `known`: the price on so many hosts, where dry runs have shown that it is more. Raises
-    UserError where no plan keeps to it."""
+    TooDear where no plan keeps to it."""
     cluster = task.cluster
     if not cluster.price:
         raise UserError(
@@ -258,7 +266,7 @@ def within_budget(
             f'--budget is in "{currency}", prices of {cluster.name} in "{cluster.currency}": give an amount in these, '
             f'such as "40000{cluster.currency}"'
         )
-    cheapest, found, fastest = min(known.values(), default=math.inf), task, math.inf
+    cheapest, least, found, fastest = min(known.values(), default=math.inf), None, task, math.inf
     for number in reversed(numbers_of_hosts(len(cluster.hosts))):
         tried = Search(replace(task, cluster=cluster.with_hosts(number)))
         if number in known or island(tried.task) != island(task):
@@ -266,14 +274,17 @@ def within_budget(
         if min(map(tried.bound, tried.spreads()), default=math.inf) >= fastest or not (best := tried.run().best):
             continue
         price = seconds(best[0]) / 3600 * tried.task.cluster.price
-        cheapest = min(cheapest, price)
+        if price < cheapest:
+            cheapest, least = price, tried.task
         if price <= budget and best[0].seconds < fastest:
             found, fastest = tried.task, best[0].seconds
     if fastest < math.inf:
         return found
     if cheapest == math.inf:
         search(task)  # which says why nothing fits
-    raise UserError(
+        raise TooDear(f"no plan fits on any number of hosts of {cluster.name}. {more_room(task)}", None)
+    raise TooDear(
         f"--budget {cluster.money(budget)}: the cheapest takes {cluster.enough(cheapest)}. Give as much, train for "
-        "fewer steps or seconds, or take devices that cost less"
+        "fewer steps or seconds, or take devices that cost less",
+        least,
     )
