@@ -84,5 +84,6 @@ def _half(layer: nn.Module, kind: str, at: int) -> nn.Module:
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
-    layer.bias = None if bias is None else nn.Parameter(bias)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias)
     return layer
