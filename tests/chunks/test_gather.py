@@ -423,6 +423,48 @@ def test_a_weight_whose_gradient_has_come_already_does_not_stay_when_its_block_r
     assert simulate_world(2, used_together) == [2, 2]
 
 
+class Detached(nn.Module):
+    """A product with a weight of which no gradient is taken there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.detach()
+
+
+class ReadsDetached(nn.Module):
+    """Uses a weight twice, first detached. The gradient of the second use, a sum, comes before the block runs again for
+    its norm; the view that the product saves then is read in its backward, the last of the block's."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.product, self.norm, self.own = Detached(), nn.LayerNorm(WIDTH), own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._forward, x, use_reentrant=False) if self.own else self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.product(x))) + self.product.weight.sum(0)
+
+
+class WithDetached(AddLast):
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsDetached(own) for _ in range(4))
+
+
+@pytest.mark.parametrize("own, recompute", [(False, "full"), (False, "selective"), (True, "none")])
+def test_a_weight_that_is_saved_detached_stays_though_its_gradient_has_come(own, recompute):
+    """It went while the rest of its block ran again, and backward found no memory behind the view."""
+    whole, passing = (
+        simulate_world(2, partial(train, chunk_bytes=128, recompute=recompute), zero, partial(WithDetached, own))
+        for zero in (0, 3)
+    )
+    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5)
+
+
 def test_export_and_evaluation(tmp_path):
     from safetensors.torch import load_file
 

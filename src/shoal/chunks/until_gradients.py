@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ class UntilGradients:
     asked for of it.
 
     A gradient may come before its module runs again: that of a bias which is added last needs nothing of what is
-    computed again. Such a weight is waited for no more.
+    computed again. Such a weight is not waited for, but stays until another node of the graph asks for weights: what
+    runs again may save it by a detached view, which is read in its backward, and that asks for nothing in between.
 
     - `index`: the chunk of each weight, by name
     - `frozen`: weights whose gradients never come; their chunks stay until that backward ends
@@ -22,16 +24,24 @@ class UntilGradients:
         self._index, self._frozen = index, frozen
         self._waits: dict[int, set[str]] = {}
         self._came_in: dict[str, int] = {}  # the backward in which the gradient of a weight has come last
+        self._late: set[int] = set()  # chunks of weights asked for after that, by the node of the graph below
+        self._node: Any = None
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._waits)
+        late = self._late if self._node is torch._C._current_autograd_node() else ()
+        return iter({*self._waits, *late})
 
     def ask(self, names: Iterable[str]) -> None:
         """Notes what a module that runs again in the backward under way asks for."""
-        backward = torch._C._current_graph_task_id()
+        backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._late = node, set()
         for name in names:
-            if self._came_in.get(name) != backward:
-                self._waits.setdefault(self._index[name], set()).add("" if name in self._frozen else name)
+            index = self._index[name]
+            if self._came_in.get(name) == backward:
+                self._late.add(index)
+            else:
+                self._waits.setdefault(index, set()).add("" if name in self._frozen else name)
 
     def came(self, name: str) -> None:
         """Notes that a gradient is whole in the backward under way."""
@@ -46,3 +56,4 @@ class UntilGradients:
         """Ends a backward."""
         self._waits.clear()
         self._came_in.clear()
+        self._node, self._late = None, set()
