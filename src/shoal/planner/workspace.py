@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shoal.module import grouped
+from shoal.planner.formats import laid_out
 
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 """(input [T, B, F], four weights, h, c, options ...) -> (output, h, c, workspace)."""
@@ -66,7 +67,8 @@ def _rows_put(picked: Tensor, at: int) -> int:
 
 
 def with_workspace(func: Any, args: Any, out: Any) -> Any:
-    """`out`, what `func` gave for fake `args`, with a workspace as large as the real one's."""
+    """`out`, what `func` gave for fake `args`, with a workspace as large as the real one's, laid out as that."""
+    out = laid_out(func, args, out)
     if func is SQUARES and (len(args) < 3 or args[2] != 0):  # the sum lies where its terms were
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return torch.empty(max(1, shape.numel()), dtype=out.dtype)[0]
