@@ -210,6 +210,7 @@ def test_batch_sizes_that_contradict_each_other_are_one_error(given, message):
         ({"zero_optimization": True}, "zero_optimization = True: this key of DeepSpeed's configuration is a table"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled contradict"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, 'optimizer.type = "Lamb" is refused: torch has none'),
+        ({"optimizer": {"type": "Muon", "params": {}}}, "give shoal.Engine a factory of an optimizer that is both"),
         ({"optimizer": {"type": "OneBitAdam"}}, 'give shoal.Engine Plan(exchange="qadam")'),
         ({"optimizer": {"type": "AdmaW"}}, 'optimizer.type = "AdmaW" is not one of'),
         ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, 'Adam has no parameter "learning_rate"'),

@@ -19,7 +19,8 @@ CLIPPING = 1.0
 NOT_HERE = {
     "lamb": "torch has none: take AdamW, or give shoal.Engine a factory of one",
     "lion": "torch has none: take AdamW, or give shoal.Engine a factory of one",
-    "muon": "DeepSpeed's is Muon and Adam in one: give shoal.Engine torch.optim.Muon and param_groups",
+    "muon": "it is Muon and Adam in one, and torch's takes matrices alone: give shoal.Engine a factory of an optimizer "
+    "that is both, and param_groups that say which weights are whose",
     "onebitadam": 'give shoal.Engine Plan(exchange="qadam"), which is 1-bit Adam\'s kind',
     "onebitlamb": 'give shoal.Engine Plan(exchange="qadam")',
     "zerooneadam": 'give shoal.Engine Plan(exchange="qadam")',
