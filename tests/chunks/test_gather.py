@@ -436,31 +436,40 @@ class Detached(nn.Module):
 
 class ReadsDetached(nn.Module):
     """Uses a weight twice, first detached. The gradient of the second use, a sum, comes before the block runs again for
-    its norm; the view that the product saves then is read in its backward, the last of the block's."""
+    its norm; the view that the product saves then is read in its backward, the last of the block's.
 
-    def __init__(self, own: bool) -> None:
+    `checkpointed`: itself, or its inside alone
+    """
+
+    def __init__(self, checkpointed: str) -> None:
         super().__init__()
-        self.product, self.norm, self.own = Detached(), nn.LayerNorm(WIDTH), own
+        self.product, self.checkpointed = Detached(), checkpointed
+        more, after = ([nn.Linear(WIDTH, WIDTH)] if checkpointed == "inside" else [] for _ in range(2))
+        self.inside, self.after = nn.Sequential(nn.LayerNorm(WIDTH), *more, nn.Tanh()), nn.Sequential(*after)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self._forward, x, use_reentrant=False) if self.own else self._forward(x)
+        return checkpoint(self._forward, x, use_reentrant=False) if self.checkpointed == "it" else self._forward(x)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.norm(self.product(x))) + self.product.weight.sum(0)
+        h = self.product(x)
+        h = checkpoint(self.inside, h, use_reentrant=False) if self.checkpointed == "inside" else self.inside(h)
+        return x + self.after(h) + self.product.weight.sum(0)
 
 
 class WithDetached(AddLast):
-    def __init__(self, own: bool = False) -> None:
+    def __init__(self, checkpointed: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ReadsDetached(own) for _ in range(4))
+        self.blocks = nn.ModuleList(ReadsDetached(checkpointed) for _ in range(4))
 
 
-@pytest.mark.parametrize("own, recompute", [(False, "full"), (False, "selective"), (True, "none")])
-def test_a_weight_that_is_saved_detached_stays_though_its_gradient_has_come(own, recompute):
+@pytest.mark.parametrize(
+    "checkpointed, recompute", [("", "full"), ("", "selective"), ("it", "none"), ("inside", "full")]
+)
+def test_a_weight_that_is_saved_detached_stays_though_its_gradient_has_come(checkpointed, recompute):
     """It went while the rest of its block ran again, and backward found no memory behind the view."""
-    whole, passing = (
-        simulate_world(2, partial(train, chunk_bytes=128, recompute=recompute), zero, partial(WithDetached, own))
-        for zero in (0, 3)
+    model = partial(WithDetached, checkpointed)
+    passing, whole = (
+        simulate_world(2, partial(train, chunk_bytes=128, recompute=recompute), zero, model) for zero in (3, 0)
     )
     assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5)
 

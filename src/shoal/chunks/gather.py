@@ -222,15 +222,16 @@ class Gather:
 
     def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """Makes contexts of a second forward of `module`, during which its hooks do not run."""
-        return partial(self._again, module)
+        return partial(self._again, module, torch._C._autograd._get_sequence_nr())
 
     @contextmanager
-    def _again(self, module: nn.Module) -> Iterator[None]:
-        self._enter(module)
-        try:
-            yield
-        finally:
-            self._leave()
+    def _again(self, module: nn.Module, begin: int) -> Iterator[None]:
+        with self._until_gradients.of(begin):
+            self._enter(module)
+            try:
+                yield
+            finally:
+                self._leave()
 
     def _bound_anew(self) -> str:
         """Names a parameter that somebody has bound to other memory; "" for none."""
