@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.device import allow_tf32
 from shoal.errors import ArgumentError, UserError, did_you_mean
-from shoal.precision.converted import converted, is_added
+from shoal.precision.converted import converted, follows
 from shoal.precision.fp8 import products_in_fp8
 from shoal.precision.scaling import Scaling
 
@@ -81,12 +81,12 @@ class Precision:
 
     def buffer_dtype(self, buffer: Tensor, owner: nn.Module, persistent: bool) -> torch.dtype:
         """Returns the dtype of a buffer. Floating ones follow the parameters, except that running statistics and
-        derived, non-persistent tables (rotary frequencies) keep the master's under low precision, unless they are
-        added to embeddings.
+        derived, non-persistent tables (rotary frequencies) keep the master's under low precision, unless the
+        model is written for ones that follow.
         """
         if not buffer.is_floating_point():
             return buffer.dtype
-        kept = isinstance(owner, _BatchNorm) or not (persistent or is_added(owner))
+        kept = isinstance(owner, _BatchNorm) or not (persistent or follows(owner))
         return self.master if kept else self.model
 
 
