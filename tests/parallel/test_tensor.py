@@ -547,7 +547,7 @@ def test_a_layer_stays_whole_whose_activation_takes_all_features_together():
 
 
 class Between(nn.Module):
-    """What lies between a column and its row is `between`; a row's `bias` must not be counted twice."""
+    """What lies between a column and its row is `between`; what is behind the row is no matter."""
 
     def __init__(self, between, packed=False):
         super().__init__()
@@ -556,7 +556,7 @@ class Between(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x):
-        return self.down(self.dropout(self.between(self.up(x))))
+        return torch.tanh(x + self.down(self.dropout(self.between(self.up(x)))))
 
 
 @pytest.mark.parametrize(
@@ -577,6 +577,21 @@ def test_what_lies_between_a_column_and_its_row_is_asked_by_numbers(between, pac
     assert module.training and module.up.weight.shape[1] == 4 and torch.equal(torch.get_rng_state(), before)
     with torch.device("meta"):
         assert mixes_features(module, kinds) is mixes
+
+
+class TwoNames(Between):
+    """Its activation has two names."""
+
+    def __init__(self, between):
+        super().__init__(torch.relu)
+        self.first = self.between = nn.Module()
+        self.between.forward = between
+
+
+def test_an_activation_of_two_names_is_asked_too():
+    kinds = {"up": "column", "down": "row"}
+    assert mixes_features(TwoNames(lambda x: x - x.mean(-1, keepdim=True)), kinds)
+    assert not mixes_features(TwoNames(torch.relu), kinds)
 
 
 def test_a_plan_that_leaves_out_what_is_trained_between_a_column_and_its_row_is_not_taken():

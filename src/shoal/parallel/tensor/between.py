@@ -21,7 +21,7 @@ _CLOSE = 1e-3
 
 
 def mixes_features(module: nn.Module, kinds: Mapping[str, str]) -> bool:
-    """True if two halves of `module` do not add up to all of it.
+    """True if the rows of `module` are given other features where two ranks compute half of them each.
 
     kinds: of its own layers, by name; small linear layers with drawn weights stand for those that are "column",
         "packed" or "row"
@@ -30,54 +30,72 @@ def mixes_features(module: nn.Module, kinds: Mapping[str, str]) -> bool:
     """
     with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
         draw = torch.Generator().manual_seed(0)
+        x, gives = (torch.randn(_ROWS, _INTO, generator=draw, dtype=torch.float64) for _ in range(2))
         try:
             layers = {
                 name: _small(each, kinds.get(name, ""), draw)
-                for name, each in module._modules.items()
+                for name, each in module._modules.items()  # named_children() leaves out the second name of a layer
                 if each is not None
             }
-            x = torch.randn(_ROWS, _INTO, generator=draw, dtype=torch.float64)
-            whole = _with(module, layers).forward(x)
+            whole = _given_to_rows(module, layers, kinds, x, gives, slice(0, _INSIDE))
             halves = [
-                _with(module, {name: _half(each, kinds.get(name, ""), at) for name, each in layers.items()}).forward(x)
-                for at in range(2)
+                _given_to_rows(module, layers, kinds, x, gives, slice(start, start + _INSIDE // 2))
+                for start in (0, _INSIDE // 2)
             ]
-            far = float((halves[0] + halves[1] - whole).abs().max())
-            return far > _CLOSE * float(whole.abs().max())  # no number is more than one that is none
+            return any(
+                float((torch.cat(parts, -1) - wanted).abs().max()) > _CLOSE * float(wanted.abs().max())
+                for wanted, *parts in zip(whole, *halves, strict=True)  # no number is more than one that is none
+            )
         except Exception:  # whatever a module raises on what it was not made for, or where it has no values
             return False
 
 
-def _with(module: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns `module` in evaluation mode with other `layers`; it is left as it is."""
+class _Row(nn.Linear):
+    """Stands for a row: keeps what it is `given`, and gives the same on all ranks, as a sum over them is."""
+
+    def __init__(self, given: list[Tensor], gives: Tensor) -> None:
+        super().__init__(1, 1, bias=False, device="meta")
+        self._given, self._gives = given, gives
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._given.append(x)
+        return self._gives
+
+
+def _given_to_rows(
+    module: nn.Module, layers: Mapping[str, nn.Module], kinds: Mapping[str, str], x: Tensor, gives: Tensor, part: slice
+) -> list[Tensor]:
+    """Returns what the rows of `module` are given, in the order of their calls, on a rank whose columns have the
+    features `part`; its small `layers` take the place of its own in a copy."""
+    given: list[Tensor] = []
+    own = {
+        name: _Row(given, gives) if kinds.get(name) == "row" else _part(each, kinds.get(name, ""), part)
+        for name, each in layers.items()
+    }
     other = copy(module)
-    other.__dict__.update(_modules=dict(layers), training=False)
-    return other
+    other.__dict__.update(_modules=own, training=False)
+    other.forward(x)
+    return given
 
 
 def _small(layer: nn.Module, kind: str, draw: torch.Generator) -> nn.Module:
-    """Returns a small layer with drawn weights for one that is cut; dropouts drop nothing."""
+    """Returns a small layer with drawn weights for one that is cut by columns; dropouts drop nothing."""
     if isinstance(layer, _DropoutNd):
         return nn.Identity()
-    if kind not in ("column", "packed", "row"):
+    if kind not in ("column", "packed"):
         return layer
     if not isinstance(layer, nn.Linear):
         raise TypeError(f"a {type(layer).__name__} is not judged")
-    given = _INSIDE if kind == "row" else _INTO
-    gives = {"row": _INTO, "column": _INSIDE, "packed": 2 * _INSIDE}[kind]
-    weight = torch.randn(gives, given, generator=draw, dtype=torch.float64) / given**0.5
-    bias = None if layer.bias is None else torch.randn(gives, generator=draw, dtype=torch.float64)
-    return _linear(weight, bias)
+    rows = _INSIDE if kind == "column" else 2 * _INSIDE
+    weight = torch.randn(rows, _INTO, generator=draw, dtype=torch.float64)
+    return _linear(weight, None if layer.bias is None else torch.randn(rows, generator=draw, dtype=torch.float64))
 
 
-def _half(layer: nn.Module, kind: str, at: int) -> nn.Module:
-    """Returns what one of two ranks has of a small layer; a row's bias is the first one's."""
-    if not isinstance(layer, nn.Linear) or kind not in ("column", "packed", "row"):
+def _part(layer: nn.Module, kind: str, part: slice) -> nn.Module:
+    """Returns what a rank has of a small layer: of each of a packed one's the same rows."""
+    if kind not in ("column", "packed") or not isinstance(layer, nn.Linear):
         return layer
-    inside = slice(at * _INSIDE // 2, (at + 1) * _INSIDE // 2)
-    if kind == "row":
-        return _linear(layer.weight[:, inside], layer.bias if at == 0 else None)
-    rows = torch.arange(layer.out_features).view(-1, _INSIDE)[:, inside].flatten()
+    rows = torch.arange(layer.out_features).view(-1, _INSIDE)[:, part].flatten()
     return _linear(layer.weight[rows], None if layer.bias is None else layer.bias[rows])
 
 
