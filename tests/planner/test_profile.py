@@ -11,8 +11,10 @@ from torch import nn
 
 from shoal import Plan
 from shoal.models import build, causal_lm, from_config
+from shoal.planner.ask import legal_degrees
 from shoal.planner.computing import CROWDED, ON_CORES, counted_again
 from shoal.planner.degrees import Spread
+from shoal.planner.kept_profiles import _read, _written
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import WAYS, Cut, PartProfile, profile
 from shoal.planner.search import Search
@@ -193,6 +195,19 @@ def test_frozen_experts_have_no_gradients() -> None:
     asked = Search(Task(found, cluster(1, 2), 8, numbers, legal={"experts": 4}))
     estimate = asked.estimate(Choice(Spread(copies=2, experts=2), 4))
     assert estimate.memory["gradients"] == 4 * 2 * 2 * 32
+
+
+def test_ranks_share_experts_whatever_settings_call_their_number() -> None:
+    """Ernie's `moe_num_experts` was not known, so it was never planned with ep, and ep = 2 was refused."""
+    config = {"model_type": "ernie4_5_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 16,
+              "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "moe_num_shared_experts": 1}  # fmt: skip
+    factory = from_config(config)
+    row = {key: torch.zeros(16, dtype=torch.int64) for key in ("input_ids", "labels")}
+    found = profile(Subject(factory, causal_lm, row, 1, precision("fp32")), {"experts": (2,)})
+    assert legal_degrees(factory.args[0].to_dict(), found, 16, 2)["experts"] == 6
+    assert _read(_written(found)).num_experts == 6
+    assert legal_degrees({"num_experts": 6}, profile(subject(), {"experts": (2,)}), 8, 2)["experts"] == 1
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -19,7 +19,6 @@ from shoal.precision import Precision
 
 HEADS = ("heads", "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "n_heads")
 KEYS = ("kv_heads", "num_key_value_heads", "num_kv_heads")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "experts")
 MOST_PARTS = 64
 """Parts of a matrix at most, where no number of heads says how many there may be."""
 
@@ -37,11 +36,11 @@ def legal_degrees(values: Mapping[str, Any], profile: Profile, sequence: int | N
     """What degrees have to divide: matrices are cut by heads and inside of hosts, tokens of a row evenly, of which each
     rank has two at least, experts by their number; 1 where a trace was refused."""
     known, refused = _known(values, sequence), profile.refused
-    heads, experts = known.get("heads"), _number({**values, **(values.get("moe") or {})}, EXPERTS)
+    heads = known.get("heads")
     found = {
         **known,
         "parts": _within(heads or MOST_PARTS, per_host) if not refused["parts"] else 1,
-        "experts": (experts or 1) if not refused["experts"] else 1,
+        "experts": (profile.num_experts or 1) if not refused["experts"] else 1,
     }
     if refused["ring"]:
         found["ring"] = 0

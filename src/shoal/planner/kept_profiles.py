@@ -91,6 +91,7 @@ def _written(profile: Profile) -> dict[str, Any]:
         "tied_trained": asdict(profile.tied_trained),
         "tokens": profile.tokens,
         "positions": profile.positions,
+        "num_experts": profile.num_experts,
     }
 
 
@@ -99,7 +100,7 @@ def _read(written: Mapping[str, Any]) -> Profile:
     order, lives = written["order"], Lives(*(Cut(**each) for each in written["lives"]))
     own = written["parameters"], written["refused"], written["buffers"]
     counted = Statistics(*written["statistics"]), Cut(**written["tied"]), Cut(**written["tied_trained"])
-    rows = written["tokens"], tuple(Positions(*each) for each in written["positions"])
+    rows = written["tokens"], tuple(Positions(*each) for each in written["positions"]), written["num_experts"]
     return Profile(tuple(parts[at] for at in order), lives, *own, *counted, *rows)
 
 

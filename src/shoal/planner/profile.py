@@ -99,7 +99,8 @@ class Profile:
     where tied ones count once; for each way to divide it why it cannot be divided so ("" where it can); why replicas
     cannot keep its buffers, by what they divide (see buffers); and how many numbers BatchNorm's running statistics are,
     which replicas merge. `tied`: elements that parts share, all but once, `tied_trained`: those of them that are
-    trained; `tokens`: of a row, `positions`: tables of learned ones."""
+    trained; `tokens`: of a row, `positions`: tables of learned ones; `num_experts`: what ranks that share experts
+    have to divide, 0 without experts."""
 
     parts: tuple[PartProfile, ...]
     lives: Lives[Cut]
@@ -111,6 +112,7 @@ class Profile:
     tied_trained: Cut = field(default_factory=lambda: Cut(0.0, {}))
     tokens: int = 0
     positions: tuple[Positions, ...] = ()
+    num_experts: int = 0
 
     @property
     def blocks(self) -> int:
@@ -163,7 +165,7 @@ def profile(subject: Subject, ways: Ways) -> Profile:
     whys = why_not_kept(base)
     lives = Lives(*(whole(f"lives.{name}") for name in Lives._fields))
     tied = whole("tied"), whole("tied_trained")
-    own = *tied, tokens_of(subject.sample), alone.positions
+    own = *tied, tokens_of(subject.sample), alone.positions, alone.num_experts
     return Profile(tuple(parts), lives, alone.whole, refused, whys, alone.statistics, *own)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from shoal.chunks import Gather
 from shoal.comm.ledger import Traffic, class_of
 from shoal.errors import UserError
 from shoal.module.batchnorm import RunningStatistics
+from shoal.parallel.expert import mixtures
 from shoal.pipeline.units import Unit, units_of
 from shoal.planner.alike import alike, kind_of, outline
 from shoal.planner.counts import Counts
@@ -94,7 +96,8 @@ class Trace:
     experts, `largest` those of its largest parameter; `tensors`: its parameters that have gradients. `tied`: elements
     that parts share on this rank, all but once, `tied_trained` those of them that have gradients; `whole`: elements of
     the whole model, where tied ones count once; `statistics`: those of batches; `positions`: tables of learned
-    positions."""
+    positions; `num_experts`: what ranks have to divide which share the experts of all its mixtures, 0 without
+    any, as where they share them already."""
 
     parts: tuple[Seen, ...]
     weights: tuple[int, ...]
@@ -108,6 +111,7 @@ class Trace:
     whole: int
     statistics: Statistics
     positions: tuple[Positions, ...] = ()
+    num_experts: int = 0
 
 
 def trace(subject: Subject) -> Trace:
@@ -162,7 +166,8 @@ def _trace(looker: _Looker, ready: Prepared, units: Sequence[Unit], subject: Sub
     running = RunningStatistics(ready.local.module)
     statistics = Statistics(len(running), running.numel)
     ends = tied, tied_trained, ready.whole, statistics, positions_of(ready.local.module, units, subject.sample)
-    return Trace(tuple(looker.found), *own, *ends)
+    num_experts = gcd(*(each.number for each in mixtures(ready.local.module)))
+    return Trace(tuple(looker.found), *own, *ends, num_experts)
 
 
 _SAVED, _GIVEN, _PACKED, _KIND = range(13, 17)
