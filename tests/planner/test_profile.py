@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from shoal import Plan
+from shoal.errors import UserError
 from shoal.models import build, causal_lm, from_config
 from shoal.planner.ask import legal_degrees
 from shoal.planner.computing import CROWDED, ON_CORES, counted_again
 from shoal.planner.degrees import Spread
+from shoal.planner.dry_run import dry_run
 from shoal.planner.kept_profiles import _read, _written
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import WAYS, Cut, PartProfile, profile
@@ -208,6 +210,22 @@ def test_ranks_share_experts_whatever_settings_call_their_number() -> None:
     assert legal_degrees(factory.args[0].to_dict(), found, 16, 2)["experts"] == 6
     assert _read(_written(found)).num_experts == 6
     assert legal_degrees({"num_experts": 6}, profile(subject(), {"experts": (2,)}), 8, 2)["experts"] == 1
+
+
+@pytest.mark.parametrize(("width", "narrow"), [(32, False), (24, True)])
+def test_a_width_that_experts_cannot_be_grouped_at_is_named(width: int, narrow: bool) -> None:
+    """Of experts 24 wide, 12 on each of two ranks, it was said that values decide the way, and no more."""
+    config = {"model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "moe_intermediate_size": width, "num_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    row = {key: torch.zeros(16, dtype=torch.int64) for key in ("input_ids", "labels")}
+    own = Subject(from_config(config), causal_lm, row, 1, precision("fp32"), Plan(tp=2))
+    if not narrow:
+        assert dry_run(own).events
+        return
+    said = r"nonzero.*layers\.0\.mlp\.experts are 24 wide, 12 on each of 2 ranks along tp, no multiple of 8"
+    with pytest.raises(UserError, match=said):
+        dry_run(own)
 
 
 @pytest.mark.parametrize("packed", [False, True])

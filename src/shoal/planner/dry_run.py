@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
 from shoal.module.known_calls import NEW, KnownCalls
+from shoal.parallel.tensor import why_one_by_one
 from shoal.pipeline import given_stages, schedule_of, stages_of, units_of
 from shoal.plan import option_name
 from shoal.planner.finite import note_ones
@@ -111,7 +113,12 @@ def loss_of(ready: Prepared, subject: Subject) -> Tensor:
         with _disable_current_modes():
             axis.check_sample(subject.sample)
         batch = axis.take(batch)
-    sums = sums_of(subject.loss, ready.local.module, batch, ready.local.axes)
+    try:
+        sums = sums_of(subject.loss, ready.local.module, batch, ready.local.axes)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if why := why_one_by_one(ready.local.module):
+            error.add_note(why)
+        raise
     return sum(sums.aux.values(), sums.total)
 
 

@@ -81,8 +81,9 @@ def in_one_line() -> Iterator[None]:
     except ShoalError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        what = "; ".join([str(error), *getattr(error, "__notes__", ())])
         raise Untraced(
-            f"{_line_of(error)} decides by values how the model goes on, or makes a shape of them ({error}), so it is "
+            f"{_line_of(error)} decides by values how the model goes on, or makes a shape of them ({what}), so it is "
             "not known beforehand what the model takes",
             "a run shows it, for which a plan that is given needs no prediction (data parallelism takes any way "
             "through a model)",

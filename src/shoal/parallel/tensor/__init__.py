@@ -3,6 +3,7 @@ single-device."""
 
 from shoal.parallel.tensor.cut import CutLayers
 from shoal.parallel.tensor.cuts import Cuts, cuts_of
+from shoal.parallel.tensor.inside_experts import why_one_by_one
 from shoal.parallel.tensor.logits import ShardedLogits
 from shoal.parallel.tensor.pins import check_kinds, check_placements, names_blocks
 from shoal.parallel.tensor.region import Region
@@ -23,4 +24,5 @@ __all__ = [
     "kind_of",
     "names_blocks",
     "rules_for",
+    "why_one_by_one",
 ]

@@ -10,6 +10,13 @@ from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.sizes import set_sizes
 from shoal.parallel.tensor.spans import even
 
+_ONE_BY_ONE = "why_one_by_one"
+
+
+def why_one_by_one(module: nn.Module) -> str:
+    """Why experts in `module` are computed one by one since they were cut; "" where they are not."""
+    return next((each.__dict__[_ONE_BY_ONE] for each in module.modules() if _ONE_BY_ONE in each.__dict__), "")
+
 
 def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]], region: Region) -> dict[str, Layout]:
     """Cuts each expert's matrices among the ranks of `region`; returns their layouts by name.
@@ -32,8 +39,10 @@ def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]],
     set_sizes(module, part.length, "intermediate_dim", "intermediate_size", "expert_dim")
     config = getattr(module, "config", None)
     # grouped products need rows of whole 16 bytes
-    if part.length % 8 and config is not None and hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"
+    if part.length % 8 and getattr(config, "_experts_implementation", "eager") != "eager":
+        config._experts_implementation = "eager"  # type: ignore[union-attr]
+        why = f"{name} are {width} wide, {part.length} on each of {region.size} ranks along tp, no multiple of 8"
+        setattr(module, _ONE_BY_ONE, f"{why}, so experts are computed one by one, those that have tokens")
     stretches = [(part.start + at * width, part.stop + at * width) for at in range(packed)]
     return {
         first: Layout.cut(wide, rows, stretches),
