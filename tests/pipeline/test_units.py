@@ -43,6 +43,57 @@ def squares(model: nn.Module, mb: Any) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(mb["x"]), mb["y"], reduction="sum"), torch.tensor(mb["x"].numel())
 
 
+class Shifted(nn.Module):
+    """A block, which shares the layer that it begins with."""
+
+    def __init__(self, shift: nn.Module) -> None:
+        super().__init__()
+        self.shift, self.layer = shift, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(self.shift(x)))
+
+
+class Shifts(nn.Module):
+    """Two blocks share a layer that the model has too, and two another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.down = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Shifted(shift) for shift in (self.first, self.first, self.second, self.second))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.down(x)
+
+
+def weights(world: Any, plan: dict[str, Any]) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(4, generator=draw), "y": torch.randn(4, generator=draw)} for _ in range(8)]
+    engine = Engine(Shifts, squares, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=8, microbatch=4,
+                    world=world)  # fmt: skip
+    for batch in engine.batches(rows, steps=1):
+        engine.step(batch)
+    found = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "stages", [[2, 2], [1, 3], [["layers.0", "layers.1", "second"], ["layers.2", "layers.3", "first", "down"]]]
+)
+def test_a_layer_that_blocks_share_is_trained_as_in_one_process(stages: Any) -> None:
+    """CoaT has its positions so: no stages held, for an IndexError."""
+    assert [each.name for each in units_of(Shifts())] == [
+        "layers.0", "first", "layers.1", "layers.2", "second", "layers.3", "down",
+    ]  # fmt: skip
+    (alone,), staged = simulate_world(1, weights, {}), simulate_world(2, weights, {"pp": 2, "stages": stages})
+    found = {name: each for rank in staged for name, each in rank.items()}
+    assert found.keys() >= {"first.weight", "second.weight", "layers.3.layer.weight"}
+    assert all(torch.allclose(each, alone[name], atol=1e-7) for name, each in found.items())
+
+
 @pytest.mark.parametrize("cut", [[2.5, 1.5], [True, 3], [1, ["up"]], ["up", "down"], 3, []])
 def test_a_cut_that_is_neither_numbers_nor_names_is_refused(cut: Any) -> None:
     with pytest.raises(UserError, match=r"plan.stages = .*: give a whole number of blocks for each stage"):

@@ -42,6 +42,12 @@ def children_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in _ordered(module, uses) if name in uses.called or name not in uses.read]
 
 
+def is_named(module: nn.Module, name: str) -> bool:
+    """Whether the forward of `module` uses its child `name`; also where it has no source or names no child."""
+    found = _uses_of(module).found
+    return not found or name in found
+
+
 def _uses_of(module: nn.Module) -> _Uses:
     uses = _Uses(type(module), {name: frozenset(child._parameters.keys()) for name, child in module.named_children()})
     uses.follow("forward")

@@ -73,15 +73,13 @@ class Split:
         self._noted: list[Remembers] = []  # set for a microbatch before its forward
         self._forward: Forward | None = None
         self._stage = -1
-        here = {
-            id(parameter)
-            for unit, stage in zip(units, stages, strict=True)
-            if stage in own
-            for parameter in unit.module.parameters()
-        }
+        ours = [unit.module for unit, stage in zip(units, stages, strict=True) if stage in own]
+        here = {id(parameter) for part in ours for parameter in part.parameters()}
+        within = {id(each) for part in ours for each in part.modules()}
         self._shown: dict[int, Unseen] = {}
         self._stand_ins: list[StandIn] = []
-        places = _places(built.module, units)
+        # a part that lies in another of this rank too (positions that blocks share) is called there as it is
+        places = [[each for each in found if id(each[0]) not in within] for found in _places(built.module, units)]
         # (parent, key, part, its stand-in)
         self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for index, (unit, stage) in enumerate(zip(units, stages, strict=True)):

@@ -21,7 +21,7 @@ from shoal.module.closest import closest
 from shoal.module.compiling import blocks, recomputable
 from shoal.module.scripted import is_scripted
 from shoal.pipeline.balance import balance
-from shoal.pipeline.order import children_called
+from shoal.pipeline.order import children_called, is_named
 
 Stages = Sequence[int] | Sequence[Sequence[str]]
 """A cut by hand: the number of blocks of each stage, or the names (or leading parts of names) of its parts."""
@@ -47,26 +47,33 @@ def units_of(module: nn.Module) -> list[Unit]:
     """Returns the parts of `module` in the order in which the model calls them.
 
     It is the order of the pipeline plan that a model of `transformers` brings, or else of its forward's source (see
-    order).
+    order). A part that lies in blocks too (positions that they share), and that no forward around them names, comes
+    behind the first of these, in whose stage it is then.
     """
     repeated = {id(block) for block in _blocks(module)}
+    within = {id(each) for block in _blocks(module) for each in list(block.modules())[1:]}
     found: list[Unit] = []
+    aside: list[Unit] = []
     seen: set[int] = set()
     names = {id(each): name for name, each in module.named_modules()}  # of one with several, the first
     inside = tuple(f"{names[each]}." for each in repeated)
 
-    def visit(name: str, part: nn.Module) -> None:
+    def visit(name: str, part: nn.Module, to: list[Unit]) -> None:
         if id(part) in seen:
             return  # registered under another name too
         seen.add(id(part))
         if id(part) in repeated or _is_part(part, repeated) or is_scripted(part):
             first = names[id(part)]
-            found.append(Unit(name if first.startswith(inside) else first, part, _work(part), id(part) in repeated))
+            to.append(Unit(name if first.startswith(inside) else first, part, _work(part), id(part) in repeated))
             return
         for key, child in children_called(part):
-            visit(f"{name}.{key}".lstrip("."), child)
+            theirs = aside if id(child) in within and not is_named(part, key) else to
+            visit(f"{name}.{key}".lstrip("."), child, theirs)
 
-    visit("", module)
+    visit("", module, found)
+    for unit in reversed(aside):
+        having = (at for at, each in enumerate(found, 1) if any(unit.module is own for own in each.module.modules()))
+        found.insert(next(having, len(found)), unit)
     return _as_planned(module, found or [Unit("", module, _work(module), False)])
 
 
