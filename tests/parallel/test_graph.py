@@ -573,6 +573,30 @@ def test_a_layer_whose_weight_is_a_product_with_a_mask_stays_whole():
         assert "down stays whole: the model meets something that every rank has" in layers
 
 
+class Tiled(nn.Module):
+    """Features are weighed by numbers of their places, tiled by as many repeats as there are last dims."""
+
+    def __init__(self, repeats: tuple[int, ...]) -> None:
+        super().__init__()
+        self.repeats = repeats
+        self.words, self.up, self.down = nn.Embedding(31, 8), nn.Linear(8, 24), nn.Linear(24, 8)
+        self.head = nn.Linear(8, 31)
+        self.register_buffer("angles", torch.linspace(0.1, 1.0, 12)[None])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        return self.head(x + self.down(self.up(x) * self.angles.tile(self.repeats).cos()))
+
+
+@pytest.mark.parametrize("repeats", [(2,), (1, 2), (1, 1, 2)])
+def test_what_is_tiled_in_its_last_dims_alone_is_cut(repeats):
+    """DINOv3 tiles its angles so: no tp held, for a ValueError of zip()."""
+    model = partial(Tiled, repeats)
+    assert cuts_of(build(model, 0).module, 2, None).found.kinds["up"] == "column"
+    alone = simulate_world(1, trained, {}, None, model)[0][0]
+    assert simulate_world(2, trained, {"tp": 2}, None, model)[0][0] == pytest.approx(alone, rel=1e-9)
+
+
 # dims
 
 

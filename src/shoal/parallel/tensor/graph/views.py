@@ -86,7 +86,8 @@ def _expand(flow: Flow, op: Op, given: dict[str, Any]) -> None:
 
 
 def _repeat(flow: Flow, op: Op, given: dict[str, Any]) -> None:
-    before, repeats = _first(op), list(given["repeats"] if "repeats" in given else given["dims"])
+    before, repeats = _first(op), _list(given["repeats"] if "repeats" in given else given["dims"])
+    repeats = [1] * (before.dim() - len(repeats)) + list(repeats)  # tile() takes fewer than there are dims
     dims: list[Dim] = [[]] * (len(repeats) - before.dim()) + flow.dims(before)
     flow.put(op.result, [[*new(times), *dim] for times, dim in zip(repeats, dims, strict=True)])
 
