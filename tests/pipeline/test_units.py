@@ -92,6 +92,10 @@ def test_a_layer_that_blocks_share_is_trained_as_in_one_process(stages: Any) -> 
     found = {name: each for rank in staged for name, each in rank.items()}
     assert found.keys() >= {"first.weight", "second.weight", "layers.3.layer.weight"}
     assert all(torch.allclose(each, alone[name], atol=1e-7) for name, each in found.items())
+    for rank in simulate_world(4, weights, {"pp": 2, "tp": 2, "stages": stages}):
+        for name, each in rank.items():
+            if name.endswith("layer.bias"):  # that of a row is whole on all ranks
+                assert torch.allclose(each, alone[name], atol=1e-6), name
 
 
 @pytest.mark.parametrize("cut", [[2.5, 1.5], [True, 3], [1, ["up"]], ["up", "down"], 3, []])

@@ -75,10 +75,11 @@ class Split:
         self._stage = -1
         ours = [unit.module for unit, stage in zip(units, stages, strict=True) if stage in own]
         here = {id(parameter) for part in ours for parameter in part.parameters()}
-        within = {id(each) for part in ours for each in part.modules()}
+        inner = {id(each) for part in ours for each in list(part.modules())[1:]}
         self._shown: dict[int, Unseen] = {}
         self._stand_ins: list[StandIn] = []
         # a part that lies in another of this rank too (positions that blocks share) is called there as it is
+        within = {*inner, *map(id, ours)}
         places = [[each for each in found if id(each[0]) not in within] for found in _places(built.module, units)]
         # (parent, key, part, its stand-in)
         self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
@@ -86,7 +87,7 @@ class Split:
             stand_in = StandIn(unit.module, partial(self._called, index), unit.name)
             self._stand_ins.append(stand_in)
             hand_over(unit.module, stand_in)
-            if stage in own:
+            if stage in own or id(unit.module) in inner:
                 self._swapped += [(parent, key, unit.module, stand_in) for parent, key in places[index]]
                 continue
             for name, parameter in unit.module.named_parameters():
