@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def ran(name: str) -> tuple[Ran, ...]:
 
 
 def run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[float] | str:
-    """Trains for some steps under a plan; milliseconds of each but the first ones, or why the engine refuses it."""
+    """Trains for some steps under a plan; milliseconds of each but the first ones, from the end of the one before to its
+    own, as a job runs them; or why the engine refuses it."""
     try:
         return _run(name, plan, microbatch, steps)
     except UserError as error:
@@ -133,15 +135,13 @@ def _run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[f
     engine = Engine(
         model.factory, model.loss, ADAMW, Plan.from_dict(plan), global_batch=rows, microbatch=microbatch, world=_world
     )
-    taken = []
+    ends = []
     for batch in engine.batches(data, steps=steps + SETTLE + 1):
-        _world.everyone.barrier()
-        began = time.perf_counter()
         engine.step(batch)
-        taken.append(1e3 * (time.perf_counter() - began))
+        ends.append(time.perf_counter())
     engine.settle()
     engine.close()
-    return taken[SETTLE + 1 :]
+    return [1e3 * (end - began) for began, end in pairwise(ends[SETTLE:])]
 
 
 def subject_of(name: str) -> Subject:

@@ -8,9 +8,10 @@ A tiny GPT, a tiny Mixtral and a ResNet, each under the plans that the planner's
 of three measurements beforehand), with the ranks' own link and behind an emulated slow one. Plans run in turn, round
 after round, each in all rounds. Before each round the ranks measure anew what the planner goes by (rates, links, the
 model itself), since a machine that is shared takes twice as long in one minute as in the next. A plan's figures are
-medians over the rounds: of the median step, and of what is predicted. Each set is also judged under a budget of memory,
-by the plans that fit half of what the largest one needs. By how much the step of the chosen is off is the median over
-`--pairs` turns of that plan, each beside what is predicted from measurements right before and right after it.
+medians over the rounds: of the median step of a turn, of a second at least, and of what is predicted. Each set is also
+judged under a budget of memory, by the plans that fit half of what the largest one needs. By how much the step of the
+chosen is off is the median over `--pairs` turns of that plan, each beside what is predicted from measurements right
+before and right after it.
 `--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
 
 A job with `plan.measure = 3` runs three plans for a few steps each before it goes on with the quickest. What it would
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -51,6 +53,8 @@ from shoal.toml import plan_text
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
 TRIED = 3
 """Plans that a run with `plan.measure` of so many tries."""
+LEAST = 1.0
+"""Seconds of steps that a turn of a plan has at least: of a step of 30 ms more are run than of one of 500."""
 MEASURED = 3
 """Measurements before the first round, whose first plans are run."""
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
@@ -120,6 +124,14 @@ def step_of(answers: Sequence[Sequence[float]]) -> float:
     return statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True))
 
 
+def turn(name: str, group: ProcessGroup, estimate: Estimate, steps: int) -> list[Any]:
+    """What each rank says of a turn of the plan (`planner_plans.run`): of so many steps, or of those of LEAST seconds
+    if these are more."""
+    choice, enough = estimate.choice, math.ceil(LEAST / estimate.seconds)
+    plan = choice.plan(MODELS[name].pins).to_dict()
+    return group.call(partial(run, name, plan, choice.microbatch, max(steps, enough)))
+
+
 def predicted(name: str, group: ProcessGroup) -> tuple[Task, str, dict[Choice, Estimate]]:
     """What the planner is asked, as the machine is now, what its links reach, and what is predicted of all plans."""
     task, carrier = asked(name, group)
@@ -132,8 +144,7 @@ def one_round(name: str, group: ProcessGroup, known: dict[Choice, Judged], steps
     task, carrier, found = predicted(name, group)
     ran_now = {key: each for key, each in known.items() if not each.refused and key in found}
     for key, each in ran_now.items():
-        choice = found[key].choice
-        answers = group.call(partial(run, name, choice.plan(MODELS[name].pins).to_dict(), choice.microbatch, steps))
+        answers = turn(name, group, found[key], steps)
         if isinstance(answers[0], str):
             each.refused = answers[0]
             continue
@@ -157,8 +168,7 @@ def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps:
 
     off, before = [], now()
     for _ in range(pairs):
-        plan = before.choice.plan(MODELS[name].pins).to_dict()
-        taken = step_of(group.call(partial(run, name, plan, choice.microbatch, steps)))
+        taken = step_of(turn(name, group, before, steps))
         after = now()
         off.append(1e3 * (before.seconds + after.seconds) / 2 / taken - 1)
         before = after

@@ -177,7 +177,7 @@ def test_a_second_number_of_rows_is_timed(monkeypatch, seconds, timed):
     """A GPT one row of which took longer than usual was predicted to take twice as long with eight as it does: what
     comes once was counted with each."""
     takes = dict(zip((1, 4, 16, 64), seconds, strict=False))
-    a_round = lambda _, rows: running.Timed(0.0, takes[rows], (0.0, 0.0))  # noqa: E731
+    a_round = lambda _, rows: running.Timed(0.0, takes[rows], (0.0, 0.0), 1.0)  # noqa: E731
     monkeypatch.setattr(running._Timer, "_round", a_round)
     ran = running.run(subject_of(Slow), (1, 4, 16, 64), 1, running.Alone())
     assert [each.rows for each in ran] == timed
@@ -205,11 +205,28 @@ def test_of_ranks_that_share_a_core_the_time_on_it_counts():
     assert running.Clock.now().since(now, 2.0) < 5
 
     def whole(crowd: float) -> float:
-        every = [[running.Timed(1.0, 1.0, (0.0, 0.0))], [running.Timed(2.0, 2.0, (0.0, 0.0))]]
+        every = [[running.Timed(1.0, 1.0, (0.0, 0.0), 1.0)], [running.Timed(2.0, 2.0, (0.0, 0.0), 1.0)]]
         merged = running._merged(4, every, crowd)
         return merged.forward + merged.backward
 
     assert (whole(1.0), whole(2.0)) == pytest.approx((4.0, 3.0))
+
+
+def test_python_that_comes_once_is_timed_after_the_model_itself(monkeypatch):
+    """By what it takes on the core then, not after products that are large: of ranks that share cores and caches it
+    takes as long as beside this model, four times, where a process alone finds half as much."""
+    every = [[running.Timed(1.0, 1.0, (0.0, 0.0), cold) for cold in colds] for colds in ((2.0, 4.0), (3.0, 90.0))]
+    assert running._merged(4, every, 2.0).cold == 3.5, "the median over rounds and ranks"
+    assert running._merged(4, [[each._replace(cold=0.5) for each in every[0]]], 1.0).cold == 1.0
+    subject, task = asked(Slow, 8)
+    monkeypatch.setattr(running.OnceMore, "seconds", lambda self: 1.0)
+    before = task.cluster.hosts[0].device
+    known = probe(subject, task)
+    assert [each.device for each in known.cluster.hosts] == [replace(before, cold=1.0)] * len(task.cluster.hosts)
+    ran = Ran(2, 1.0, 1.0, 0.0, 0.0, 2.0), Ran(8, 1.0, 1.0, 0.0, 0.0, 5.0)
+    assert probe(subject, task, together=ran).cluster.hosts[0].device.cold == 5.0, "after most rows"
+    ran = Ran(8, 1.0, 1.0, 0.0, 0.0)
+    assert probe(subject, task, together=[ran]).cluster.hosts[0].device == before, "where it was not timed"
 
 
 def test_a_part_of_a_microbatch_that_is_given_is_run_too(monkeypatch):

@@ -42,7 +42,7 @@ from shoal.device.memory import (
     to_host,
     total_memory,
 )
-from shoal.device.operations import measure_cold, measure_operations, measure_shortest
+from shoal.device.operations import OnceMore, measure_cold, measure_operations, measure_shortest
 from shoal.device.peak import measure_peak_flops
 from shoal.device.products import measure_products
 from shoal.device.settings import allocator
@@ -65,6 +65,7 @@ __all__ = [
     "WITHOUT_ACCELERATORS",
     "Backend",
     "Event",
+    "OnceMore",
     "Stream",
     "accelerators",
     "allocated",

@@ -46,25 +46,36 @@ def measure_operations(device: torch.device) -> float:
     return quickest(device, TRIALS, work) / (3 * COUNTED * LAYERS)
 
 
-def measure_cold() -> float:
-    """How many times longer the operations of a few small layers keep a core that had large products before, and their
-    code and data in none of its caches, than where they are repeated: as what a step does once between the products of
-    a model."""
-    with torch.random.fork_rng(devices=[]):
-        model = nn.Sequential(*(_Layer() for _ in range(COLD_LAYERS)))
-    x, square = torch.ones(1, WIDTH), torch.ones(SIDE, SIDE)
+class OnceMore:
+    """Python that comes once in a while: the operations of a few small layers, forward and backward, by the time that
+    they keep a core. `repeated`: seconds of them where nothing comes between."""
 
-    def busy(products: int) -> float:
-        for _ in range(products):
-            square @ square
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self._model = nn.Sequential(*(_Layer() for _ in range(COLD_LAYERS)))
+        self._x = torch.ones(1, WIDTH)
+        self.seconds()  # the first one is not timed
+        self.repeated = min(self.seconds() for _ in range(COLD_TRIALS))
+
+    def seconds(self) -> float:
+        """What they take now, of this thread on a core."""
         began = time.thread_time()
-        model(x).sum().backward()
-        model.zero_grad()
+        self._model(self._x).sum().backward()
+        self._model.zero_grad()
         return time.thread_time() - began
 
-    busy(0)  # the first one is not timed
-    repeated = min(busy(0) for _ in range(COLD_TRIALS))
-    return max(1.0, statistics.median(busy(PRODUCTS) for _ in range(COLD_TRIALS)) / repeated)
+
+def measure_cold() -> float:
+    """How many times longer Python keeps a core that comes once between large products, its code and data in none of
+    the core's caches, than where it is repeated: as what a step does once between the products of a model."""
+    python, square = OnceMore(), torch.ones(SIDE, SIDE)
+
+    def after_products() -> float:
+        for _ in range(PRODUCTS):
+            square @ square
+        return python.seconds()
+
+    return max(1.0, statistics.median(after_products() for _ in range(COLD_TRIALS)) / python.repeated)
 
 
 def measure_shortest(device: torch.device) -> float:

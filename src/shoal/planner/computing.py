@@ -69,8 +69,9 @@ def python_of(device: Device) -> float:
 
 
 def python_once(device: Device) -> float:
-    """And where it comes once in a microbatch or a step, and finds nothing of its own in the caches."""
-    return python_of(device) * device.cold
+    """And where it comes once in a microbatch or a step, and finds nothing of its own in the caches, whoever's core it
+    is."""
+    return max(python_of(device), device.launch * device.cold)
 
 
 def asked_of(device: Device) -> Asked:

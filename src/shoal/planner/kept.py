@@ -20,7 +20,7 @@ from shoal.replace import replace_text
 DAY = 86400.0
 STALE = 30 * DAY
 """Seconds after which what is kept does not count any more, as nothing does that is a DAY ahead of the clock."""
-METHOD = 5
+METHOD = 6
 """Of how rates are measured: what an earlier version has kept does not count."""
 PATIENCE = 60.0
 """Seconds for which a process waits for others that measure, which takes them a few."""

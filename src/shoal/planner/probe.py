@@ -56,13 +56,13 @@ def probe(subject: Subject, task: Task, settings: object = None, together: Seque
     rows, threads = _tried(task.rows, task.microbatch), threads_of(CPU, cluster.per_host)
     key_with = partial(_key, subject, rows, threads, settings)
     if shared := together or (_known(key_with(cluster.per_host)) if cluster.per_host > 1 else ()):
-        return replace(task, probed=_factors(shared, task, own.slower, key_with(cluster.per_host)))
+        return _with(shared, task, own.slower, key_with(cluster.per_host))
     with in_turn(partial(_known, key_with(1))) as ran:
         if ran is None:
             log.info("running the model for a moment to time it, once a month")
             ran = run(subject, rows, threads, Alone())
             _keep(key_with(1), ran)
-    return replace(task, probed=_factors(ran, task, own.crowd * own.slower, key_with(1)))
+    return _with(ran, task, own.crowd * own.slower, key_with(1))
 
 
 def run_together(
@@ -127,6 +127,16 @@ def _known(key: str | None) -> tuple[Ran, ...] | None:
 def _keep(key: str | None, ran: Sequence[Ran]) -> None:
     if key is not None:
         keep(key, {"ran": [tuple(each) for each in ran], "at": time.time()})
+
+
+def _with(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> Task:
+    """The task with what its model took (see `_factors`), and how much longer Python takes that comes once between its
+    microbatches: after those with the most rows that were run, which are nearest to those of a job."""
+    cold = max(ran).cold if ran else 0.0
+    if cold:
+        hosts = (replace(host, device=replace(host.device, cold=cold)) for host in task.cluster.hosts)
+        task = replace(task, cluster=replace(task.cluster, hosts=tuple(hosts)))
+    return replace(task, probed=_factors(ran, task, slower, key))
 
 
 def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> tuple[Probed, ...]:

@@ -1,5 +1,5 @@
-"""Runs a small model for a moment and times it: its forward and its backward, and by how much a step is longer whose
-backward computes blocks again."""
+"""Runs a small model for a moment and times it: its forward and its backward, by how much a step is longer whose
+backward computes blocks again, and how much longer Python takes that comes once after them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.comm import World
+from shoal.device import OnceMore
 from shoal.module.border import cast_at_the_border
 from shoal.module.compiling import blocks, graphs, recomputable
 from shoal.module.random import host_draws
@@ -38,21 +39,25 @@ WAYS = ("selective", "full")
 
 class Ran(NamedTuple):
     """Seconds of a forward, and of a backward, of so many rows on a rank; and how many more both take together where
-    backward computes some operations of the blocks again, or all: 0 where that was not timed."""
+    backward computes some operations of the blocks again, or all: 0 where that was not timed. `cold`: how many times
+    longer Python takes after them than where it is repeated; 0 where that was not timed."""
 
     rows: int
     forward: float
     backward: float
     some: float
     full: float
+    cold: float = 0.0
 
 
 class Timed(NamedTuple):
-    """Seconds of one forward and its backward, and of both by each of WAYS, 0 where that was not run."""
+    """Seconds of one forward and its backward, and of both by each of WAYS, 0 where that was not run. `cold`: how many
+    times longer Python took right after the first than where it is repeated."""
 
     forward: float
     backward: float
     ways: Sequence[float]
+    cold: float
 
     @property
     def whole(self) -> float:
@@ -117,6 +122,7 @@ class _Timer:
 
     def __init__(self, subject: Subject, crowd: float) -> None:
         self._subject, self._crowd, self.error = subject, crowd, ""
+        self._python = OnceMore()
         self._modules: dict[str, torch.nn.Module] = {}  # as it is, "", and by those of WAYS that run
 
     def rounds(self, rows: int, how: Alone | Together) -> list[Timed] | None:
@@ -139,7 +145,8 @@ class _Timer:
     def _round(self, rows: int) -> Timed:
         self._modules = self._modules or _made(self._subject)
         forward, backward = self._run(self._modules[""], rows)
-        return Timed(forward, backward, [self._again(way, rows) for way in WAYS])
+        cold = self._python.seconds() / self._python.repeated
+        return Timed(forward, backward, [self._again(way, rows) for way in WAYS], cold)
 
     def _again(self, way: str, rows: int) -> float:
         if way not in self._modules:
@@ -211,8 +218,9 @@ def _merged(rows: int, every: Sequence[Sequence[Timed]], crowd: float) -> Ran:
     forward = statistics.mean(each.forward for of_round in rounds for each in of_round)
     backward = statistics.mean(each.backward for of_round in rounds for each in of_round)
     share = forward / (forward + backward)
-    again = (_more(rounds, place, all_of) for place in range(len(WAYS)))
-    return Ran(rows, share * whole, (1 - share) * whole, *again)
+    some, full = (_more(rounds, place, all_of) for place in range(len(WAYS)))
+    cold = statistics.median(each.cold for of_round in rounds for each in of_round)
+    return Ran(rows, share * whole, (1 - share) * whole, some, full, max(1.0, cold))
 
 
 def _more(rounds: Sequence[Sequence[Timed]], place: int, all_of: Callable[[list[float]], float]) -> float:
