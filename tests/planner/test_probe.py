@@ -223,8 +223,8 @@ def test_python_that_comes_once_is_timed_after_the_model_itself(monkeypatch):
     before = task.cluster.hosts[0].device
     known = probe(subject, task)
     assert [each.device for each in known.cluster.hosts] == [replace(before, cold=1.0)] * len(task.cluster.hosts)
-    ran = Ran(2, 1.0, 1.0, 0.0, 0.0, 2.0), Ran(8, 1.0, 1.0, 0.0, 0.0, 5.0)
-    assert probe(subject, task, together=ran).cluster.hosts[0].device.cold == 5.0, "after most rows"
+    ran = [Ran(rows, 1.0, 1.0, 0.0, 0.0, cold) for rows, cold in ((2, 4.0), (8, 9.0), (32, 5.0))]
+    assert probe(subject, task, together=ran).cluster.hosts[0].device.cold == 5.0, "whatever the rows"
     ran = Ran(8, 1.0, 1.0, 0.0, 0.0)
     assert probe(subject, task, together=[ran]).cluster.hosts[0].device == before, "where it was not timed"
 

@@ -137,7 +137,7 @@ on GPTs of 1 to 8 layers of next to no width, Mixtrals of 1 to 4, and a ResNet."
 PAGED, PAGED_TENSOR = 350, 12
 """And where the state lies on a disk, those of a step, and of it for each parameter (optim/tiers/pager). Measured on
 the same."""
-STEP, STEP_TENSOR, STEP_STATISTICS, MICROBATCH = 40, 1.3, 10, 50
+STEP, STEP_TENSOR, STEP_STATISTICS, MICROBATCH = 90, 1.3, 10, 50
 """Launches that Python takes of a host's cores in a step of the engine, for each parameter that is trained, and for
 each layer whose statistics of batches replicas merge; and in each of its microbatches, beside a plain loop and the
 hooks of parameters. Measured, on GPTs of 4 and 12 layers from next to no width to 256, a Mixtral and a ResNet."""

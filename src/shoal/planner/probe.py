@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -131,10 +132,11 @@ def _keep(key: str | None, ran: Sequence[Ran]) -> None:
 
 def _with(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> Task:
     """The task with what its model took (see `_factors`), and how much longer Python takes that comes once between its
-    microbatches: after those with the most rows that were run, which are nearest to those of a job."""
-    cold = max(ran).cold if ran else 0.0
-    if cold:
-        hosts = (replace(host, device=replace(host.device, cold=cold)) for host in task.cluster.hosts)
+    microbatches, however many rows these have."""
+    if cold := [each.cold for each in ran if each.cold]:
+        hosts = (
+            replace(host, device=replace(host.device, cold=statistics.median(cold))) for host in task.cluster.hosts
+        )
         task = replace(task, cluster=replace(task.cluster, hosts=tuple(hosts)))
     return replace(task, probed=_factors(ran, task, slower, key))
 
