@@ -118,8 +118,8 @@ def ran(name: str) -> tuple[Ran, ...]:
 
 
 def run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[float] | str:
-    """Trains for some steps under a plan; milliseconds of each but the first ones, from the end of the one before to its
-    own, as a job runs them; or why the engine refuses it."""
+    """Trains for some steps under a plan; milliseconds of each but the first ones, from the end of the one before to
+    its own, as a job runs them; or why the engine refuses it."""
     try:
         return _run(name, plan, microbatch, steps)
     except UserError as error:
