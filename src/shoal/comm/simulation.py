@@ -133,6 +133,11 @@ class _SimulatedWorld(World):
         super().__init__(rank, size, seat=Seat(rank, size), store=rooms.store, device=device)
         self._rooms, self._wrap = rooms, wrap
 
+    @property
+    def hosts(self) -> list[str]:
+        """All ranks are here."""
+        return [self.host_id] * self.size
+
     def lost(self) -> str:
         return self._rooms.lost() or super().lost()
 
