@@ -11,8 +11,7 @@ model itself), since a machine that is shared takes twice as long in one minute 
 medians over the rounds: of the median step of a turn, of a second at least, and of what is predicted. Each set is also
 judged under a budget of memory, by the plans that fit half of what the largest one needs. By how much the step of the
 chosen is off is the median over `--pairs` turns of that plan, each beside what is predicted from measurements right
-before and right after it.
-`--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
+before and right after it. `--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
 
 A job with `plan.measure = 3` runs three plans for a few steps each before it goes on with the quickest. What it would
 choose is judged beside the first by prediction: of the first three that have its microbatch (trials of a run all have

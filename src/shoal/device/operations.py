@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +35,22 @@ class _Layer(nn.Module):
 def measure_operations(device: torch.device) -> float:
     """Seconds of one of the operations of a few small layers on a row, in a few hundredths of a second. A backward
     counts as twice the operations of its forward."""
+    work = _work(LAYERS, device)
+    work()  # the first one is not timed
+    return quickest(device, TRIALS, work) / (3 * COUNTED * LAYERS)
+
+
+def _work(layers: int, device: torch.device) -> Callable[[], None]:
+    """Returns what runs so many small layers on a row, forward and backward."""
     with torch.random.fork_rng(devices=[]):  # what is measured draws nothing from what a run goes on with
-        model = nn.Sequential(*(_Layer() for _ in range(LAYERS))).to(device)
+        model = nn.Sequential(*(_Layer() for _ in range(layers))).to(device)
     x = torch.ones(1, WIDTH, device=device)
 
     def work() -> None:
         model(x).sum().backward()
         model.zero_grad()
 
-    work()  # the first one is not timed
-    return quickest(device, TRIALS, work) / (3 * COUNTED * LAYERS)
+    return work
 
 
 class OnceMore:
@@ -51,17 +58,14 @@ class OnceMore:
     they keep a core. `repeated`: seconds of them where nothing comes between."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng(devices=[]):
-            self._model = nn.Sequential(*(_Layer() for _ in range(COLD_LAYERS)))
-        self._x = torch.ones(1, WIDTH)
+        self._work = _work(COLD_LAYERS, torch.device("cpu"))
         self.seconds()  # the first one is not timed
         self.repeated = min(self.seconds() for _ in range(COLD_TRIALS))
 
     def seconds(self) -> float:
         """What they take now, of this thread on a core."""
         began = time.thread_time()
-        self._model(self._x).sum().backward()
-        self._model.zero_grad()
+        self._work()
         return time.thread_time() - began
 
 

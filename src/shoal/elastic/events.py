@@ -179,6 +179,11 @@ class Generation:
     failed: bool = False
 
     @property
+    def ranks(self) -> dict[str, int]:
+        """How many ranks each member has, by its name."""
+        return {place.name: place.ranks for place in self.places}
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return sum(place.ranks for place in self.places)

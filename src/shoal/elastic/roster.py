@@ -81,21 +81,21 @@ class Roster:
         if generation is None:
             return
         if event.outcome == UNABLE:
-            self.unfit.note([place.ranks for place in generation.places], now)
+            self.unfit.note(generation.ranks.values(), now)
         elif event.step > generation.step:
-            self.went_on = {place.name: place.ranks for place in generation.places}
+            self.went_on = generation.ranks
 
     def unfit_with(self, generation: Generation | None, name: str, now: float) -> int:
         """Returns how many ranks there would be with those of the member `name` in `generation`, where these could not
         go on; else 0."""
-        there = {} if generation is None else {each.name: each.ranks for each in generation.places}
+        there = {} if generation is None else generation.ranks
         ranks = there | {name: there.get(name, 0) + self.ready.get(name, 0)}
         return sum(ranks.values()) if self.unfit.holds(ranks.values(), now) else 0
 
     def newcomers(self, generation: Generation | None, most: int, now: float) -> str:
         """Says who would give ranks beside those of `generation`, "" if nobody would. `most`: the largest number of
         members."""
-        there = {} if generation is None else {place.name: place.ranks for place in generation.places}
+        there = {} if generation is None else generation.ranks
         new = [name for name in self.able(now) if len(there) < most or name in there]
         ranks = there | {name: there.get(name, 0) + self.ready[name] for name in new}
         fit = self.unfit.without(ranks, there, now) if new else []

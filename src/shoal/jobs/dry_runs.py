@@ -4,6 +4,7 @@ depths."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -61,20 +62,24 @@ def compared(shallow: ModelSpec, deep: ModelSpec, numbers: Precision) -> Blocks 
 
 
 class DryRuns:
-    """Dry runs for one job, of models that are given by their `[model]` tables. `known`: those for the same job with
-    another plan and microbatch, with which they are shared."""
+    """Dry runs for one job, of models that are given by their `[model]` tables."""
 
-    def __init__(self, settled: Settled, precision: Precision, known: DryRuns | None = None) -> None:
+    def __init__(self, settled: Settled, precision: Precision) -> None:
         self._precision, self._microbatch = precision, microbatches_of(settled.job)[0]
         self._sample = settled.model.prepare_data(settled.data.train)[0]
         self._groups = decay_matrices_only(settled.job.train.weight_decay)
-        self._recordings: dict[str, Places] = {} if known is None else known._recordings
-        self._staged: dict[str, Staged] = {} if known is None else known._staged
-        self._models: dict[str, ModelSpec] = {} if known is None else known._models
-        self._blocks_of: dict[tuple[str, str], Blocks | None] = {} if known is None else known._blocks_of
-        self._compared: dict[str, Blocks] = {} if known is None else known._compared
-        self._known: dict[str, KnownStages] = {} if known is None else known._known
-        self._proofs: dict[str, bool] = {} if known is None else known._proofs
+        self._recordings: dict[str, Places] = {}
+        self._staged: dict[str, Staged] = {}
+        self._models: dict[str, ModelSpec] = {}
+        self._compared: dict[str, Blocks] = {}
+        self._known: dict[str, KnownStages] = {}
+        self._proofs: dict[str, bool] = {}
+
+    def under(self, settled: Settled) -> DryRuns:
+        """Those for the same job with another plan and microbatch; what is known of either is known of both."""
+        found = copy(self)
+        found._microbatch = microbatches_of(settled.job)[0]
+        return found
 
     def model(self, table: Mapping[str, Any]) -> ModelSpec:
         """The model of a table, which is read once."""
@@ -237,12 +242,10 @@ class DryRuns:
 
     def _blocks(self, shallow: Mapping[str, Any], deep: Mapping[str, Any]) -> Blocks | None:
         """See `compared`: of the models of two tables."""
-        pair = repr(shallow), repr(deep)
-        if pair not in self._blocks_of:
-            found = self._blocks_of[pair] = compared(self.model(shallow), self.model(deep), self._precision)
-            if found is not None:
-                self._compared[pair[0]] = found
-        return self._blocks_of[pair]
+        found = compared(self.model(shallow), self.model(deep), self._precision)
+        if found is not None:
+            self._compared[repr(shallow)] = found
+        return found
 
 
 def _from_runs(

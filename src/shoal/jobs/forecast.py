@@ -67,7 +67,7 @@ class Forecast:
             self._precision = precision(train.precision)
         self._optimizer = optimizer_named(train.optimizer, train.lr)
         self.microbatch, self._microbatches = microbatches_of(settled.job)
-        self.runs = DryRuns(settled, self._precision, known)
+        self.runs = DryRuns(settled, self._precision) if known is None else known.under(settled)
         run = settled.job.run
         self._asks = Asks(train.sync_bn, "norms_every" if run.norms_every else None, run.verify_every > 0)
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shoal.planner.cluster import Device, between
-from shoal.planner.computing import FORWARD, UNADDED, Longer, Times, work_and_launches
+from shoal.planner.computing import AS_COUNTED, FORWARD, UNADDED, Longer, Times, work_and_launches
 from shoal.planner.degrees import Spread
 from shoal.planner.profile import PartProfile
 from shoal.planner.task import Task
@@ -35,7 +35,7 @@ class ByRows:
         """Returns those of the parts `own` in a microbatch of `rows` rows, of which ranks that divide rows or tokens
         have a share each."""
         if not self._task.probed:
-            return Factors(Longer(), Longer(), 1.0, 1.0)
+            return Factors(AS_COUNTED, AS_COUNTED, 1.0, 1.0)
         whole, rowwise = math.fsum(part.products.value for part in own), spread._replace(parts=1)
         share = math.fsum(part.products.on(rowwise) for part in own) / whole if whole else 1.0
         forward, backward, some, full = (self._at(place, share * rows) for place in range(1, 5))
