@@ -264,8 +264,9 @@ class Estimates(Recomputed):
             wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
             terms["stages"] -= meets  # which follows the last action
-            seconds = simulated(*timed, self.prices.slowest.crowd, self.task.cluster.per_host)
-            terms = within(terms, seconds)
+            crowd = self.prices.slowest.crowd
+            seconds = simulated(*timed, crowd, self.task.cluster.per_host)
+            terms = within(terms, seconds, crowd)
             terms["stages"] += meets
             if estimate.moving:
                 terms["offload"] = exposed(self.prices, estimate.moving, seconds + terms["copies"])

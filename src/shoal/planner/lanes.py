@@ -257,11 +257,14 @@ def at_least(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, cr
     return busy + waiting(waits, busy, lane.ranks, crowd)
 
 
-def within(terms: Mapping[str, float], seconds: float) -> dict[str, float]:
+def within(terms: Mapping[str, float], seconds: float, crowd: float) -> dict[str, float]:
     """The terms of a pipeline whose schedule takes so many seconds: what a rank does not work, or send to other stages,
-    it waits. Where ranks share cores, those that end early leave them to the one that works longest: then its own
-    terms take less."""
+    it waits. Where ranks share cores (`crowd` of them one), those that wait leave theirs to others: then what waits for
+    messages is in those seconds, and where the ones that end early help the one that works longest, its own terms take
+    less."""
     busy = math.fsum(terms.get(what, 0.0) for what in BUSY)
     faster = min(1.0, seconds / busy) if busy else 1.0
     own = {what: value * (faster if what in BUSY else 1.0) for what, value in terms.items()}
-    return {**own, "bubble": max(0.0, seconds - busy - terms["stages"])}
+    if crowd > 1:
+        own["stages"] = min(own["stages"], max(0.0, seconds - busy))
+    return {**own, "bubble": max(0.0, seconds - busy - own["stages"])}
