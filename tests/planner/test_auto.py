@@ -40,7 +40,7 @@ from shoal.planner import Machine, Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
 from shoal.planner.measure import Rates
-from shoal.planner.prepare import in_one_line
+from shoal.planner.prepare import Untraced, in_one_line
 from shoal.planner.profile import profile
 from shoal.planner.task import Task
 from shoal.precision import precision
@@ -309,6 +309,12 @@ def test_a_budget_is_not_refused_where_values_decide_what_a_step_needs(
 
     monkeypatch.setattr(Forecast, "predict", predict)
     check_device_memory(little, alone)
+
+
+def test_an_error_on_fake_tensors_is_told_by_a_line_that_python_does_not_come_with() -> None:
+    """It named contextlib.py where a context manager of Shoal's failed."""
+    with pytest.raises(Untraced, match=rf"\(JSONDecodeError at {re.escape(__file__)}:\d+\)"), in_one_line():
+        json.loads("{")
 
 
 def test_batch_statistics_keep_their_microbatch(settled: Callable[..., Settled]) -> None:

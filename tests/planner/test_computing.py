@@ -84,9 +84,22 @@ def test_on_cores_what_operations_save_is_watched_where_weights_are_at_home_else
         terms.append(Search(replace(asked, cluster=on)).estimate(choice).terms)
     watched = terms[1]["offload"] - terms[0]["offload"]
     assert watched == pytest.approx(2 * (3 * WATCHED + 50 * WATCHED_EACH) * 1e-3, rel=0.1)
-    once, often = STEP + 2 * (MICROBATCH + 2 * MESSAGE), STEP_TENSOR * Search(asked).prices.tensors
-    engine = 3 * once + (often + STEP_STATISTICS * 3) / 2
+    engine = 3 * (STEP + 2 * (MICROBATCH + 2 * MESSAGE)) + STEP_STATISTICS * 3 / 2
     assert terms[1]["other"] - terms[0]["other"] == pytest.approx(engine * 1e-3)
+
+
+@pytest.mark.parametrize(("zero", "owners"), [(0, 1), (1, 4)])
+def test_an_update_takes_python_of_cores_for_each_parameter_that_a_rank_updates(zero, owners):
+    """Those of a rank's half of the blocks; under ZeRO each of four replicas updates a part of them."""
+    plain = model(8)
+    asked = task(replace(plain, parts=tuple(replace(part, tensors=5) for part in plain.parts)), rows=16, microbatch=2)
+    host, choice = asked.cluster.hosts[0], Choice(Spread(stages=2, copies=4), 2, zero=zero)
+    taken = list[float]()
+    for launch in (0.0, 1e-3):
+        device = replace(host.device, launch=launch, on_host=True)
+        on = replace(asked.cluster, hosts=(replace(host, device=device),) * 2)
+        taken.append(Search(replace(asked, cluster=on)).estimate(choice).terms["optimizer"])
+    assert taken[1] - taken[0] == pytest.approx(STEP_TENSOR * 25 / owners * 1e-3)
 
 
 def on_cores(asked: Task, cold: float) -> Search:

@@ -46,8 +46,22 @@ def test_of_ranks_that_compute_while_others_wait_some_share_a_core():
 def test_the_longest_stage_has_the_cores_of_those_that_are_done():
     """Each rank works for a second, then the first has eight left: at twice the speed these take four."""
     assert simulated("gpipe", 2, 1, 1, [Pace(9.0, 0.0), Pace(1.0, 0.0)], 0.0, 2.0) == pytest.approx(5)
-    terms = within({"compute": 8.0, "parts": 2.0, "stages": 0.0, "optimizer": 1.0}, 5.0)
+    terms = within({"compute": 8.0, "parts": 2.0, "stages": 0.0, "optimizer": 1.0}, 5.0, 2.0)
     assert terms == {"compute": 4.0, "parts": 1.0, "stages": 0.0, "optimizer": 1.0, "bubble": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "of_stages", "bubble"), [(5.0, 0.0, 0.0), (8.0, 0.0, 0.0), (10.0, 2.0, 0.0), (12.0, 3.0, 1.0)]
+)
+def test_what_waits_for_a_message_on_a_shared_core_is_in_the_seconds_of_the_schedule(seconds, of_stages, bubble):
+    """Of ranks that share cores the terms add up to what the schedule takes; of others a message may slow down what
+    is computed beside it, which the schedule's actions do not say."""
+    terms = {"compute": 8.0, "stages": 3.0}
+    shared, alone = within(terms, seconds, 2.0), within(terms, seconds, 1.0)
+    assert math.fsum(shared.values()) == pytest.approx(seconds)
+    assert (shared["stages"], shared["bubble"]) == pytest.approx((of_stages, bubble))
+    assert alone["stages"] == 3.0
+    assert seconds < 8 or math.fsum(alone.values()) == pytest.approx(max(seconds, 11.0))
 
 
 @settings(max_examples=60, deadline=None)

@@ -83,11 +83,6 @@ class Prices:
         return grouped(self.task.profile.parts)
 
     @cached_property
-    def tensors(self) -> int:
-        """Number of parameters that are trained."""
-        return sum(part.tensors for part in self.task.profile.parts)
-
-    @cached_property
     def has_experts(self) -> bool:
         """Whether parts have stacked experts that are trained."""
         return any(part.experts.value for part in self.task.profile.parts)

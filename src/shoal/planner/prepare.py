@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from sysconfig import get_paths
-from traceback import extract_tb
+from traceback import FrameSummary, extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -123,7 +123,7 @@ def _first_line(error: BaseException) -> str:
 def _line_of(error: BaseException) -> str:
     """The file and line of the user's, or of a library's, that led to `error` in torch; a backward has none."""
     frames = extract_tb(error.__traceback__)
-    lines = [each for each in frames if not each.filename.startswith(_folders(torch, errors))]
+    lines = [each for each in frames if not each.filename.startswith(_folders(torch, errors)) and not _python(each)]
     backward = any(each.name == "_engine_run_backward" for each in frames)
     return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "its backward" if backward else "its forward"
 
@@ -133,6 +133,13 @@ def _own_line_of(error: BaseException) -> str:
     libraries = (*_folders(torch, errors), *(get_paths()[name] for name in ("purelib", "platlib", "stdlib")))
     own = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith((*libraries, "<frozen"))]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else _line_of(error)
+
+
+def _python(frame: FrameSummary) -> bool:
+    """Whether a line is of Python's own library, such as of contextlib where a context manager of ours fails."""
+    paths = get_paths()
+    installed = frame.filename.startswith((paths["purelib"], paths["platlib"]))
+    return frame.filename.startswith((paths["stdlib"], "<frozen")) and not installed
 
 
 def _folders(*packages: ModuleType) -> tuple[str, ...]:
