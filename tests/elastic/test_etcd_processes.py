@@ -19,7 +19,7 @@ from shoal.chaos.nodes import ranks_of
 from shoal.elastic.etcd import Etcd, Unreachable, parse
 from shoal.elastic.pulse import SILENCE
 from shoal.errors import UserError
-from tests.elastic.etcd import Real
+from tests.elastic.etcd import Pretended, Real
 from tests.elastic.test_etcd import answers
 from tests.elastic.test_namespaces import Host, one_generation, overlaps
 from tests.elastic.test_nodes import cluster as cluster
@@ -211,3 +211,18 @@ def test_ranks_end_without_their_supervisor_before_another_node_trains_in_their_
     found = records(tmp_path)
     assert [each.step for each in found.steps] == list(range(1, steps + 1))
     assert [each.loss for each in found.steps] == pytest.approx(undisturbed(tmp_path, steps), rel=1e-5)
+
+
+def test_ctrl_c_at_the_last_node_is_recorded_as_such(cluster, tmp_path: Path) -> None:
+    write_job(tmp_path, 100_000, 0)
+    etcd = Pretended()
+    try:
+        node = cluster("job.toml", "--nodes", "1:2", "--coordinator", etcd.url)
+        until(lambda: steps_done(tmp_path) > 20)
+        node.process.send_signal(signal.SIGINT)
+        assert node.process.wait(60) == 130, node.said
+    finally:
+        etcd.close()
+    found = records(tmp_path)
+    assert found.end is not None and found.end.reason == "stopped by SIGINT"
+    assert found.checkpoints[-1].step == found.steps[-1].step

@@ -25,7 +25,7 @@ HISTORY: list[Event] = [
     Left(3.5, "b", False, "silent"),
     Joined(4.0, "b", "x2", 1, "10.0.0.2", 4001, 0),
     TookOver(5.0, "b", "a", True, 1),
-    Draining(6.0, "b"),
+    Draining(6.0, "b", 2),
     Asked(7.0, 15),
 ]
 

@@ -228,6 +228,19 @@ def test_a_member_that_drains_is_released_and_the_others_go_on():
     assert apply(machine, ended(8.0, "b", 2)) == [Release("b"), Finish(143, "no node is left")]
 
 
+@pytest.mark.parametrize("before", [SIGINT, SIGTERM])
+@pytest.mark.parametrize(("number", "how"), [(SIGINT, INTERRUPT), (SIGTERM, END)])
+def test_a_run_is_ended_by_the_signal_of_the_last_node_that_leaves(before: int, number: int, how: str):
+    """As its record says it, also where the others leave at the same time."""
+    machine = running("a", "b")
+    assert apply(machine, Draining(5.0, "a", before)) == [Stop(1, SAVE, "a leaves")]
+    assert apply(machine, Draining(5.1, "b", number)) == [Stop(1, how, "a leaves")]
+    assert apply(machine, Draining(5.2, "a", before), Tick(5.3)) == [], "a node that comes back says it again"
+    alone = running("a")
+    assert apply(alone, Draining(5.0, "a", number), Tick(5.1)) == [Stop(1, how, "a leaves")]
+    assert apply(alone, ended(6.0, "a", 1)) == [Release("a"), Finish(143, "no node is left")]
+
+
 @pytest.mark.parametrize("outcome", ["stopped", "finished"])
 def test_where_all_members_drain_the_run_ends_as_after_a_signal(outcome: str):
     """Also where a scheduler has sent the signal to the ranks, too, which then have finished by themselves."""

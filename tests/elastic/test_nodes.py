@@ -25,7 +25,7 @@ from shoal.cli.start import arrange, start_nodes
 from shoal.elastic import nodes
 from shoal.elastic.control import JOB as JOB_ID
 from shoal.elastic.control import Place
-from shoal.elastic.messages import Admitted, Start
+from shoal.elastic.messages import Admitted, Ask, Drain, Start
 from shoal.errors import UserError
 from shoal.jobs import choose
 from shoal.jobs.choose import Settled, under
@@ -312,6 +312,26 @@ def test_the_secret_of_a_job_is_its_user_s_alone(tmp_path: Path, monkeypatch):
     assert path.read_text().encode() == secret and path.stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("SHOAL_SECRET_FILE", str(path))
     assert nodes.find_secret() == secret == nodes._secret(tmp_path / "other") and not (tmp_path / "other").exists()
+
+
+@pytest.mark.fast
+def test_what_ctrl_c_at_a_node_asks_for(tmp_path: Path, monkeypatch):
+    """At the first one, that the job ends. Any other leaves, and says by what: it may be the last one that is left."""
+    told = list[Any]()
+
+    async def supervise(secret: bytes, ranks: int, begin: Any, arranged: Any, asks: Any, *_: Any, **__: Any) -> int:
+        told.append(asks)
+        return 0
+
+    monkeypatch.setattr(nodes, "_supervise", supervise)
+    monkeypatch.setenv("SHOAL_SECRET", "0" * 64)
+    (tmp_path / "job.toml").write_text("")
+    program = nodes.Program([], tmp_path / "job.toml", tmp_path / "run")
+    nodes.found(program, (1, 2), 1, None, arrange)
+    nodes.join("127.0.0.1:4000", 1, None, arrange)
+    nodes.found_or_join(program, (1, 2), 1, None, arrange, "etcd://127.0.0.1/one")
+    nodes.join("etcd://127.0.0.1/one", 1, None, arrange)
+    assert told == [Ask(signal.SIGINT), *[Drain(signal.SIGINT)] * 3]
 
 
 def write_job(folder: Path, steps: int, every: int) -> Path:

@@ -191,7 +191,7 @@ class Coordinator:
         elif isinstance(message, Stalled):
             self._standstill.take(name, message.generation, peer.heard)
         elif isinstance(message, Drain):
-            self.tell(Draining(time.time(), name))
+            self.tell(Draining(time.time(), name, message.number))
         elif isinstance(message, Ask):
             self.tell(Asked(time.time(), message.number))
         else:

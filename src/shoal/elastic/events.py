@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from signal import SIGINT
+from signal import SIGINT, SIGTERM
 
 from shoal.elastic.records import NAME, kinds
 from shoal.plan import MOST_RANKS_OF_A_HOST
@@ -101,10 +101,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Draining:
-    """A member will leave (SIGTERM, the notice of a spot instance), after a step."""
+    """A member will leave after a step, by the signal `number`: SIGTERM, the notice of a spot instance, or Ctrl-C."""
 
     time: float
     name: str
+    number: int = SIGTERM
 
 
 @dataclass(frozen=True)
@@ -210,9 +211,8 @@ class Form:
 
 CUT_OFF = "it was cut off, and its ranks have left"
 NOW, HALT, SAVE, END, INTERRUPT = "now", "halt", "save", "end", "interrupt"
-"""How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
-back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good, as after a
-SIGTERM or a SIGINT."""
+"""How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some will not come back, to
+wait for another place with the state in memory; or after a step and a checkpoint for good, by a SIGTERM or SIGINT."""
 FOR_GOOD = (END, INTERRUPT)
 
 

@@ -18,7 +18,6 @@ from signal import SIGTERM
 from shoal.elastic.backoff import Backoff
 from shoal.elastic.events import (
     CUT_OFF,
-    END,
     FOR_GOOD,
     HALT,
     NOW,
@@ -98,7 +97,7 @@ class Membership:
         elif isinstance(event, Ready):
             self.roster.wait(event.name, event.ranks, self.now)
         elif isinstance(event, Draining):
-            decided = self._drain(event.name)
+            decided = self._drain(event.name, event.number)
         elif isinstance(event, Joined):
             decided = self._join(event)
         elif isinstance(event, Slow):
@@ -151,19 +150,19 @@ class Membership:
                 self._notes.add(f"{event.name}: {event.message}")
             self.roster.ended(self.generation, event, self.now)
 
-    def _drain(self, name: str) -> list[Decision]:
+    def _drain(self, name: str, number: int) -> list[Decision]:
         if name not in self.roster.members:
             return []
         self._notes.add(f"{name} drains")
         if self.phase in (RUNNING, STOPPING) and name in self.named:
-            self.roster.draining.add(name)
+            self.roster.draining.setdefault(name, number)
             return []
         self.roster.remove(name)
         return [Release(name), *self._last_one_left()]
 
     def can_spare(self, name: str) -> bool:
         """Whether enough members train without this one of the generation."""
-        others = self.named - self.roster.draining - self._ended.keys() - {name}
+        others = self.named - self.roster.draining.keys() - self._ended.keys() - {name}
         return self.phase == RUNNING and not self._asked and len(others) >= self.limits.minimum
 
     def _put_aside(self, event: Slow) -> list[Decision]:
@@ -207,8 +206,9 @@ class Membership:
             return [self._over(Finish(0, "the training is complete"))]
         if self._asked:
             return self._begin_to_stop("the job was told to end", for_good(self._asked))
-        if leaving := self.roster.draining & self.named:
-            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", END if self.roster.all_leave else SAVE)
+        if leaving := self.roster.draining.keys() & self.named:
+            how = for_good(self.roster.left_by) if self.roster.all_leave else SAVE
+            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", how)
         if not self._ended and self.now >= self.roster.came + self.limits.settle:
             new = self.roster.newcomers(self.generation, self.limits.maximum, self.now)
             return self._begin_to_stop(new, HALT) if new else []
@@ -227,7 +227,8 @@ class Membership:
             for name in sorted(self.awaited):
                 self._notes.add(f"{name} is gone: it did not find the coordinator that took over")
                 self._lose(name, False)
-        how = NOW if self._gone or self._hurt or self.now >= self._deadline else for_good(self._asked)
+        asked = for_good(self._asked or self.roster.left_by)
+        how = NOW if self._gone or self._hurt or self.now >= self._deadline else asked
         if self.pending and self._stop.how not in (NOW, how) and (how == NOW or self.roster.all_leave):
             return self._begin_to_stop(self._stop.why, how)
         late = sorted(self.pending - self.awaited) if self.now >= self._deadline else []
@@ -258,7 +259,7 @@ class Membership:
 
     def _let_go(self) -> list[Decision]:
         """Releases the members that drained, and waits for the next generation."""
-        leaving = sorted(self.roster.draining & self.named)
+        leaving = sorted(self.roster.draining.keys() & self.named)
         self._gone |= dict.fromkeys(leaving, True)
         self.roster.release(leaving)
         self.phase, self._idle = GATHERING, self.now

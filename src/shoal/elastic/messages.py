@@ -4,6 +4,7 @@ connection.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from signal import SIGTERM
 
 from shoal.elastic.records import kinds
 
@@ -75,7 +76,9 @@ class Stalled:
 
 @dataclass(frozen=True)
 class Drain:
-    """The member wants to leave."""
+    """The member wants to leave, by the signal `number`."""
+
+    number: int = SIGTERM
 
 
 @dataclass(frozen=True)

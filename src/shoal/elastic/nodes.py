@@ -127,7 +127,7 @@ def join(
         leadership.follow(places)
         leadership.patience = patience
 
-    asks = Drain() if came is None else Ask(signal.SIGTERM)
+    asks = Drain(signal.SIGINT) if came is None else Ask(signal.SIGTERM)
     return asyncio.run(_supervise(secret, ranks, begin, arrange, asks, came=came))
 
 
@@ -149,7 +149,7 @@ def _by_etcd(etcd: Etcd, ranks: int, interface: str | None, arrange: Arrange, jo
         say(f"this node is {':'.join(map(str, leadership.address))} of the job at {etcd.address}")
 
     election = EtcdElection(etcd, derived(secret, "etcd"), job.run_dir if job is not None else "")
-    return asyncio.run(_supervise(secret, ranks, begin, arrange, Drain(), election))
+    return asyncio.run(_supervise(secret, ranks, begin, arrange, Drain(signal.SIGINT), election))
 
 
 def _admitted(program: Program, nodes: tuple[int, int]) -> Admitted:

@@ -20,7 +20,7 @@ class Roster:
     ready: how many processes of a member wait for a place.
     holding: the members of whose waiting processes one has the state of the run in memory. That may be an older state
         than others have: ranks go on from the newest.
-    draining: the members that want to leave.
+    draining: the members that want to leave, in the order in which they said so, and by which signal.
     came: when a member or a rank came last.
     went_on: how many ranks the members had in the last generation that came further.
     """
@@ -30,7 +30,7 @@ class Roster:
     known: dict[str, str] = field(default_factory=dict)
     ready: dict[str, int] = field(default_factory=dict)
     holding: set[str] = field(default_factory=set)
-    draining: set[str] = field(default_factory=set)
+    draining: dict[str, int] = field(default_factory=dict)
     came: float = 0.0
     unfit: Unfit = field(default_factory=Unfit)
     went_on: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Roster:
 
     def remove(self, name: str) -> bool:
         """Forgets a member that is gone, but not its place; returns whether it was there."""
-        self.draining.discard(name)
+        self.draining.pop(name, None)
         self.holding.discard(name)
         self.ready.pop(name, None)
         return self.members.pop(name, None) is not None
@@ -63,7 +63,12 @@ class Roster:
     @property
     def all_leave(self) -> bool:
         """Whether nobody is left to go on: the run ends for now, as after a signal on one host."""
-        return bool(self.members) and self.members.keys() <= self.draining
+        return bool(self.members) and self.members.keys() <= self.draining.keys()
+
+    @property
+    def left_by(self) -> int:
+        """The signal by which the last of those that want to leave does, 0 where none does."""
+        return next(reversed(self.draining.values()), 0)
 
     def release(self, names: list[str]) -> None:
         """Lets members go; nobody wants to leave any more."""
