@@ -468,7 +468,7 @@ class History:
             node.begin_anew()
             self.tell(Left(self.time, name, self.random.random() < 0.7, "its connection was closed"))
         elif chance < 0.55:
-            self.tell(Draining(self.time, name))
+            self.tell(Draining(self.time, name, self.random.choice([SIGINT, SIGTERM])))
         elif chance < 0.62:  # the connection breaks for a moment
             self.tell(node.joined(self.time, name))
         elif chance < 0.66:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from shoal.comm import World
 from shoal.errors import UserError
 from shoal.jobs import asking, automatic
 from shoal.jobs.automatic import pinned, planned
-from shoal.jobs.choose import settle
+from shoal.jobs.choose import settle, under
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.train import train
@@ -71,7 +72,10 @@ def test_what_the_engine_refuses_as_a_run_begins_is_passed_over(quick, make_job,
     refused, first, second = records_of(job).tried
     assert (refused.step, refused.seconds, refused.plan) == (0, None, {"exchange": "no such"})
     assert "no such" in refused.why and (first.step, second.step) == (STEPS, 2 * STEPS)
-    assert "tried exchange" in capsys.readouterr().out
+    said, run = capsys.readouterr().out, records_of(job).run
+    assert "tried exchange" in said and re.search(r"^plan\.exchange", said, re.M) is None, "it has its default again"
+    assert run is not None and run.config["plan.exchange"] == {"value": "allreduce", "origin": "default"}
+    assert 'exchange = "allreduce"  # default' in (tmp_path / "run" / "resolved.toml").read_text()
     write(tmp_path / "run", Trials("key", 2, plans[:1]))
     with pytest.raises(UserError, match="no such"):
         train(replace(job, plan=Plan(exchange="no such")), {}, World.single("cpu"))
@@ -98,6 +102,15 @@ def test_a_run_that_goes_on_after_its_trials_says_which_plan_was_the_fastest(qui
     train(job, {}, World.single("cpu"))
     assert 'plan: recompute = "full" (the fastest of those that were tried)' in capsys.readouterr().out
     assert '#   recompute = "full": 0.2 s a step' in (tmp_path / "run" / "resolved.toml").read_text()
+
+
+def test_a_plan_that_follows_another_one_has_no_origins_of_it(make_job):
+    """As when the fastest of those that were tried is written to resolved.toml."""
+    given = settle(replace(make_job(**GIVEN), plan=Plan(zero=1)), {"plan.zero": "file"}, World.single("cpu"))
+    first = under(given, Plan(zero=1, recompute="full", exchange="bf16"), None)
+    assert {first.origins[f"plan.{key}"] for key in ("dp", "recompute", "exchange")} == {"planner"}
+    later = under(first, Plan(zero=1, recompute="full"), None).origins
+    assert "plan.exchange" not in later and later["plan.recompute"] == "planner" and later["plan.zero"] == "file"
 
 
 @pytest.mark.matrix

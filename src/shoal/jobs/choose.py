@@ -118,10 +118,12 @@ def with_plan(settled: Settled, plan: Plan, world: World | Sizes) -> Settled:
 
 
 def under(settled: Settled, plan: Plan, microbatch: int | None) -> Settled:
-    """The job under `plan`, with microbatches of that size; what it did not give itself has the origin "planner"."""
-    job, origins = settled.job, dict(settled.origins)
+    """The job under `plan`, with microbatches of that size; what it did not give itself has the origin "planner", and
+    nothing has it still from a plan that was chosen before."""
+    job, given = settled.job, ("file", "cli")
+    origins = {key: each for key, each in settled.origins.items() if not key.startswith("plan.") or each in given}
     fields = (f"plan.{key}" for key in chosen_fields(plan))
-    origins.update({key: "planner" for key in fields if origins.get(key) not in ("file", "cli")})
+    origins.update({key: "planner" for key in fields if key not in origins})
     if job.train.microbatch is None and microbatch is not None:
         job = replace(job, train=replace(job.train, microbatch=microbatch))
         origins["train.microbatch"] = "planner"
