@@ -14,9 +14,13 @@ from filelock import FileLock
 
 from shoal.comm import World
 from shoal.engine import Engine
+from shoal.errors import StorageError, UserError
 from shoal.jobs.config import Job
 from shoal.jobs.export import evaluate_run, generate_text
+from shoal.jobs import train as training
 from shoal.jobs.train import train
+from shoal.jobs.trials import Candidate, Trials, write
+from shoal.jobs.trying import STEPS
 from shoal.plan import Plan
 from tests.jobs.conftest import in_cache, losses_of, records_of
 from tests.jobs.test_replan import at, ranks_train
@@ -92,6 +96,63 @@ def test_what_reads_a_run_leaves_its_disk_alone(quick, make_job, whole, alone, t
     assert "resumed from step 3, the last update on the disk of plan.memory" in capsys.readouterr().out
     assert losses_of(job) == pytest.approx(losses_of(whole), rel=1e-10)
     assert evaluate_run(tmp_path / "run")[0].loss == pytest.approx(records_of(job).evals[-1].loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("error", [UserError, StorageError])
+def test_a_plan_to_be_tried_that_is_refused_is_passed_over_where_an_update_is_on_the_disk(
+    quick, make_job, tmp_path, alone, capsys, monkeypatch, error
+):
+    """Which was made under another one: it is taken over, and training goes on under the next."""
+    memory, steps = {"disk": str(tmp_path / "disk")}, 2 * STEPS + 4
+    plans = [{"memory": memory}, {"memory": memory, "zero": 1}, {"memory": memory, "recompute": "full"}]
+    whole = make_job(run={"dir": str(tmp_path / "whole")}, precision="fp64", steps=steps)
+    train(whole, {}, alone)
+    write(tmp_path / "run", Trials("key", 2, tuple(Candidate(each, 0.1) for each in plans)))
+    job = replace(make_job(precision="fp64", steps=steps), plan=Plan(memory=memory))
+    kill_after(3, 1, job)
+    replan = Engine.replan
+
+    def refuses(engine: Engine, plan: Plan) -> None:
+        if plan.zero:
+            raise error("no such plan")
+        replan(engine, plan)
+
+    monkeypatch.setattr(Engine, "replan", refuses)
+    train(job, {}, alone)
+    said, records = capsys.readouterr().out, records_of(job)
+    assert 'recompute = "full"' in said.partition("(it is tried)")[0] and "resumed from step 3, the last update" in said
+    assert [(each.step, each.plan, each.why) for each in records.tried] == [
+        (3, plans[1], "no such plan"),
+        (3 + STEPS, plans[2], ""),
+        (3 + 2 * STEPS, plans[0], ""),  # under which the run was killed
+    ]
+    assert [each.step for each in records.steps] == list(range(1, steps + 1)) and not records.warnings
+    assert losses_of(job) == pytest.approx(losses_of(whole), rel=1e-10)
+
+
+def test_the_plan_of_an_update_that_is_refused_now_is_named_with_what_to_do(
+    quick, make_job, tmp_path, alone, monkeypatch
+):
+    """And no plan that is to be tried is blamed for it."""
+    plans = [{"memory": {"disk": str(tmp_path / "disk")}, "recompute": each} for each in ("full", "none")]
+    write(tmp_path / "run", Trials("key", 2, tuple(Candidate(each, 0.1) for each in plans)))
+    job = replace(make_job(), plan=Plan.from_dict(plans[0]))
+    kill_after(3, 1, job)
+    made, asked = training.make_engine, []
+
+    def refuses(job: Job, *others: Any) -> Engine:
+        asked.append(job.plan)
+        if job.plan.recompute == "full":
+            raise UserError("this has too little memory")
+        return made(job, *others)
+
+    monkeypatch.setattr(training, "make_engine", refuses)
+    with pytest.raises(UserError, match=r"update of step 3 .*to go on from step 0 instead\): this has too little"):
+        train(job, {}, alone)
+    assert len(asked) == 1 and not records_of(job).tried
+    elsewhere = {"disk": str(tmp_path / "elsewhere")}
+    train(replace(job, plan=Plan(memory=elsewhere)), {}, alone)
+    assert [each.step for each in records_of(job).steps] == [1, 2, 3, 4, 5, 6] and asked[1].memory == elsewhere
 
 
 def test_an_update_that_cannot_be_taken_over_is_told(quick, make_job, alone, tmp_path):

@@ -76,6 +76,13 @@ class Update:
     plan: Plan
     ranks: int
 
+    def refused(self, saved: int) -> str:
+        """Names this where its plan is refused. `saved`: the step of the newest checkpoint."""
+        return (
+            f"the update of step {self.step} on the disk of plan.memory, whose plan is refused (give plan.memory.disk "
+            f"another path, to go on from step {saved} instead)"
+        )
+
     def lost(self, saved: int, ranks: int) -> str:
         """Says why a run goes on from the step `saved` instead."""
         why = "not all ranks have it, or the model, its precision or its optimizer were others"

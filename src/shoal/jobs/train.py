@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,36 +107,53 @@ def begin(settled: Settled, world: World) -> Begun:
     log.info("building the model")
     step = 0 if checkpoint is None else read_manifest(checkpoint).step
     update = resume.update_on_disk(settled.job, plans_of(settled.job, world.size), step, world.everyone)
-
-    def make(settled: Settled) -> Engine:
-        begins, plan = step, _plan_at(settled, step, world)
-        if update is not None and update.ranks == world.size:  # it is read under the plan that it was made under
-            begins, plan = update.step, update.plan
-        with _of_the_plan(settled, plan, begins):
-            return make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
-
-    settled, engine, refused = passing_over(settled, make)
-    plan = engine.plan
-    make_directory(settled, world, engine)
+    settled, engine, refused = _made(settled, step, update, world)
     engine.run = resume.run_name(settled.job)
     restored = resume.restore(settled.job, engine, checkpoint)
-    if update is not None and engine.step_index == step:
-        said.append(update.lost(step, world.size))
-    if update is not None and (now := _plan_at(settled, engine.step_index, world)) != plan:
-        with _of_the_plan(settled, now, engine.step_index):
-            engine.replan(now)
+    if update is not None:
+        if engine.step_index == step:
+            said.append(update.lost(step, world.size))
+        settled, _, more = passing_over(settled, partial(_go_to_its_plan, engine, world))
+        refused += more
+    make_directory(settled, world, engine)
     return Begun(settled, engine, restored, said, refused)
 
 
+def _made(
+    settled: Settled, step: int, update: resume.Update | None, world: World
+) -> tuple[Settled, Engine, list[int]]:
+    """Returns the engine for a run that goes on after `step`, as `passing_over` does. Where there is an update that
+    these ranks can read, it has the plan that this was made under: a refusal is of no plan that is to be tried."""
+
+    def make(settled: Settled) -> Engine:
+        plan = _plan_at(settled, step, world)
+        with _of_another_plan(settled, plan, f"run.at, the plan after step {step}"):
+            return make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
+
+    if update is None or update.ranks != world.size:
+        return passing_over(settled, make)
+    with _of_another_plan(settled, update.plan, update.refused(step)):
+        job = replace(settled.job, plan=update.plan)
+        return settled, make_engine(job, settled.model, settled.total, world), []
+
+
+def _go_to_its_plan(engine: Engine, world: World, settled: Settled) -> None:
+    """Has the engine go on under the plan of its step, where it has another one because of an update on a disk."""
+    step = engine.step_index
+    if (now := _plan_at(settled, step, world)) != engine.plan:
+        with _of_another_plan(settled, now, f"run.at, the plan after step {step}"):
+            engine.replan(now)
+
+
 @contextmanager
-def _of_the_plan(settled: Settled, plan: Plan, step: int) -> Iterator[None]:
-    """Names the step in a refusal of a plan that is not the one under which the run began."""
+def _of_another_plan(settled: Settled, plan: Plan, name: str) -> Iterator[None]:
+    """Names a plan that is refused where it is not the one under which the run began."""
     try:
         yield
     except UserError as error:
         if plan == settled.job.plan:
             raise
-        raise UserError(f"run.at, the plan after step {step}: {error}") from error
+        raise UserError(f"{name}: {error}") from error
 
 
 def _plan_at(settled: Settled, step: int, world: World) -> Plan:

@@ -14,7 +14,7 @@ import torch
 
 from shoal.device import is_accelerator
 from shoal.engine import Engine
-from shoal.errors import UserError
+from shoal.errors import StorageError, UserError
 from shoal.jobs import trials as kept
 from shoal.jobs.choose import Settled, under
 from shoal.jobs.record import Recorder
@@ -36,12 +36,12 @@ not measured."""
 def passing_over(settled: Settled, make: Callable[[Settled], Made]) -> tuple[Settled, Made, list[int]]:
     """Returns what `make` makes of a job, which begins under the plan to try next; those that it refuses are passed
     over, as the trials of the job that is returned say, and their numbers come last. All ranks call it alike; raises
-    the UserError where no plan is left, or none is tried."""
+    the error where no plan is left, or none is tried."""
     refused = list[int]()
     while True:
         try:
             return settled, make(settled), refused
-        except UserError as error:
+        except (UserError, StorageError) as error:
             if settled.trials is None or (index := settled.trials.next) is None:
                 raise
             refused.append(index)
