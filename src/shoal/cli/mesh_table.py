@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.jobs.config import Auto, Job
+from shoal.jobs.imports import imports
 from shoal.jobs.ranks import ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.mesh import ALONG, AXES, Mesh
@@ -21,13 +22,17 @@ MOST = 16
 
 
 def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
-    """Prints the mesh of a job file's plan, without opening the model or the data.
+    """Prints the mesh of a job file's plan, without building the model or opening the data.
 
-    Raises UserError for a plan that does not fit the ranks.
+    Raises UserError for a plan that does not fit the ranks, and for settings that the model does not take.
     """
     given, origins = load_job(job, assignments)
     settled = replace(given, auto=Auto())  # nobody is asked, so what is given has to be a whole plan
     plan = spread(settled, origins, max(ranks_here(settled), settled.plan.size))[0].plan
+    with imports(compiled=False):  # models need more of torch than a mesh
+        from shoal.jobs.model_table import check_model
+
+    check_model(given)
     if as_json:
         mesh = Mesh(plan, 0, plan.size)
         shown = {"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}

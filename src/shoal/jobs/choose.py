@@ -12,11 +12,12 @@ from shoal.data import ArrayData, Cursor, TextData, Tokenizer, open_text
 from shoal.device import any_device
 from shoal.errors import UserError, in_section
 from shoal.jobs.config import Data, Job, Origins, put
+from shoal.jobs.model_table import from_text, sequence_of
 from shoal.jobs.optimizers import optimizer_named
 from shoal.jobs.ranks import spread
 from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.jobs.trials import Trials
-from shoal.models import PRESETS, ModelSpec, build
+from shoal.models import ModelSpec, build
 from shoal.models.losses import can_write
 from shoal.optim.groups import decay_matrices_only
 from shoal.plan import Plan
@@ -25,7 +26,6 @@ from shoal.planner.degrees import chosen_fields
 from shoal.precision import precision
 from shoal.training.microbatches import check_microbatch, largest_share, usual_microbatch
 
-SEQUENCE = 256
 WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
 
 
@@ -137,13 +137,9 @@ def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, T
             f'data.size = {job.data.size} is of images, which model.name = "{table["name"]}" does not read: remove it'
         )
     if job.data.sequence is None:
-        preset = PRESETS.get(str(table.get("preset")))
-        longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
-        if type(longest) is not int or longest < 1:
-            raise UserError(f"model.sequence = {longest!r:.100}: give the number of tokens in a row, at least 1")
-        job, origins = put(job, origins, "data", sequence=longest)
+        job, origins = put(job, origins, "data", sequence=sequence_of(table))
     data = _open(job)
-    job, origins = _put_model(job, origins, _from_data(table, job, data))
+    job, origins = _put_model(job, origins, from_text(table, data.tokenizer.vocab_size, job.data.sequence))
     model = build(job.model)
     _check_model(model, job, data)
     return job, origins, model, data
@@ -171,17 +167,6 @@ def _open(job: Job) -> TextData:
             seed=job.train.seed,
             field=data.field,
         )
-
-
-def _from_data(table: Mapping[str, Any], job: Job, data: TextData) -> dict[str, Any]:
-    """Returns the settings of our own language models that follow from the data and that the job leaves open."""
-    size = data.tokenizer.vocab_size
-    open_settings: dict[str, dict[str, Any]] = {
-        "gpt": {"vocab_size": size, "sequence": job.data.sequence},
-        "bert": {"vocab_size": size + 1, "sequence": job.data.sequence},  # its last id is the mask
-        "lstm": {"vocab_size": size},
-    }
-    return {key: value for key, value in open_settings.get(str(table.get("name")), {}).items() if key not in table}
 
 
 def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
