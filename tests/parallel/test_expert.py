@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from shoal.comm import Lane
 from shoal.comm.functional import deal_out, sum_everywhere
 from shoal.engine import Engine
 from shoal.errors import UserError
-from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
+from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm, from_config
 from shoal.models.experts import Experts
 from shoal.parallel.expert import Dispatch, Dispatched, mixtures
+from shoal.parallel.expert.mixtures import nearly
 from shoal.parallel.tensor.layers import become
 from tests.parity.cases import ADAMW, CASES, arguments, derivatives_of, engine
 from tests.pool import run_ranks
@@ -112,6 +114,22 @@ def test_mixtures_are_found_in_our_models_and_others():
         found = mixtures(CASES[case].factory())
         assert [mixture.name for mixture in found] == names
         assert all(mixture.router is not None and mixture.number == 4 for mixture in found)
+
+
+ODD = {
+    "longcat_flash": ({"n_routed_experts": 4, "num_layers": 1}, "mlp.experts, .*: it does not say by `num_experts`"),
+    "llama4_text": ({"num_hidden_layers": 1}, "feed_forward.experts, .*: its forward does not take .tokens, experts"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_experts_of_another_form_are_told_from_those_that_can_be_spread(kind: str):
+    pytest.importorskip("transformers")
+    settings, said = ODD[kind]
+    with torch.device("meta"):
+        module = from_config({"model_type": kind, "vocab_size": 64, "hidden_size": 32, **settings})()
+    assert not mixtures(module) and re.search(f"^; of model.layers.0.{said}", nearly(module))
+    assert not nearly(CASES["gpt"].factory())
 
 
 def refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) -> str:

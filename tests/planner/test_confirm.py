@@ -208,6 +208,12 @@ def test_what_only_a_trace_could_tell_is_refused(field: str, value: int) -> None
         simulate_world(2, answered, {field: value}, Decides)
 
 
+def test_a_plan_that_an_engine_refuses_is_no_remedy_where_nothing_can_be_traced() -> None:
+    """It was said to be taken as it is."""
+    with pytest.raises(UserError, match=r"plan.ep = 2: Decides has no experts .*: take plan.ep = 1$"):
+        simulate_world(2, answered, {"ep": 2}, Decides)
+
+
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_what_masks_pick_in_a_backward_is_traced(axis: str) -> None:
     assert [getattr(plan, axis) for plan in simulate_world(2, asked, {axis: 2}, Masked)] == [2, 2]

@@ -29,11 +29,13 @@ from shoal.planner.layers import Layers
 from shoal.planner.pins import check_traced
 from shoal.planner.policies import is_compiled
 from shoal.planner.predict import lacking_most
+from shoal.planner.prepare import Untraced
 from shoal.planner.probe import probe, run_together
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.repeats import REPEATED
 from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
+from shoal.planner.untraced import check_divided
 from shoal.precision import precision
 
 ALONE = Plan()
@@ -143,10 +145,14 @@ def task_of(
     settled: Settled, cluster: Cluster, pins: dict[str, Any], whole: bool = False, limit: float | None = None
 ) -> Task:
     """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
-    otherwise. Raises UserError for a model that cannot be run."""
+    otherwise. Raises UserError for a model that cannot be run, or not divided as it is pinned."""
     job, devices = settled.job, cluster.size
     check_tokens(pins, settled.model.values, job.data.sequence, devices)
-    traced = profile_of(settled, ways(pins, devices), Plan(placements=pins.get("placements")))
+    try:
+        traced = profile_of(settled, ways(pins, devices), Plan(placements=pins.get("placements")))
+    except Untraced:
+        check_divided(pins, subject_of(settled))
+        raise
     check_traced(pins, traced)
     with in_section("train"):
         numbers = precision(job.train.precision)

@@ -40,7 +40,7 @@ from shoal.planner.recording import Recording
 from shoal.planner.replicable import as_replicable
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task
-from shoal.planner.untraced import without_trace
+from shoal.planner.untraced import check_divided, without_trace
 from shoal.precision import precision as precision_named
 from shoal.toml import plan_text
 from shoal.training.loss import Loss
@@ -98,6 +98,7 @@ def auto_plan(
         try:
             traced = profile(replace(subject, plan=Plan(placements=given.get("placements"))), ways(given, machine.size))
         except Untraced as error:
+            check_divided(given, subject)
             plan, why = without_trace(given, machine.size, error)
             LOG.warning("plan: %s (%s)", plan_text(plan.to_dict()), why)
             return plan.to_dict(), microbatch or largest_share(global_batch, plan)

@@ -18,7 +18,7 @@ from shoal.module.stand_in import whole_model
 from shoal.parallel.axis import Axis
 from shoal.parallel.context import Context
 from shoal.parallel.expert.counts import ExpertCounts
-from shoal.parallel.expert.mixtures import mixtures
+from shoal.parallel.expert.mixtures import mixtures, nearly
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.expert.spread import Spread
 from shoal.parallel.expert.weights import expert_weights
@@ -60,6 +60,7 @@ class ExpertParallel(Axis):
             raise UserError(
                 f"plan.ep = {self.size}: {type(self._module).__name__} has no experts (modules with num_experts, of "
                 "stacked matrices, that are called with tokens, experts and weights)"
+                f"{nearly(self._module)}: take plan.ep = 1"
             )
         for mixture in self._mixtures:
             if any(isinstance(part, _DropoutNd) and part.p > 0 for part in mixture.experts.modules()):

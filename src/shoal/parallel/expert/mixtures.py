@@ -70,3 +70,13 @@ def unlike(module: nn.Module) -> str | None:
     if len(inspect.signature(module.forward).parameters) < 3:
         return "its forward does not take (tokens, experts, weights)"
     return None
+
+
+def nearly(module: nn.Module) -> str:
+    """Says of the first module that stacks matrices, where none has the form of experts, which and why; "" for none."""
+    for name, each in whole_model(module):
+        own = [tuple(parameter.shape) for parameter in each.parameters(recurse=False)]
+        stacked = any(len(shape) == 3 and shape[0] > 1 for shape in own)
+        if stacked and not type(each).__module__.startswith("torch.") and (why := unlike(each)) is not None:
+            return f"; of {name or 'the model'}, which stacks matrices: {why}"
+    return ""
