@@ -35,7 +35,7 @@ from shoal.jobs.gain import FINEST, SHARE, Ranks, is_small, why_not_searched
 from shoal.jobs.read import parse_job
 from shoal.models import build
 from shoal.pipeline import schedule_of
-from shoal.plan import Plan
+from shoal.plan import Plan, nbytes
 from shoal.planner import Machine, Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
@@ -246,7 +246,7 @@ def test_a_dry_run_of_single_blocks_that_are_placed_otherwise_is_of_all_blocks(s
 def test_the_plan_of_a_job_is_confirmed_and_pins_hold(settled: Callable[..., Settled]) -> None:
     chosen = asked(settled({"name": "auto", "zero": 1}), machine())
     assert chosen.plan.size == 4 and chosen.plan.zero == 1
-    assert chosen.bytes <= chosen.task.most and chosen.predictions
+    assert chosen.bytes <= chosen.task.usable and chosen.predictions
     origins = chosen.settled.origins
     assert origins["plan.dp"] == "planner" and origins["plan.zero"] == "file"
     assert chosen.settled.job.train.microbatch == chosen.estimate.choice.microbatch
@@ -384,6 +384,23 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
         answer_for(job, [], Options("2xh100", ["stages=[4,4]"]), True, None)
     with pytest.raises(UserError, match=r'--allow: "bf61" is no exchange: give one of .* Did you mean "bf16"'):
         answer_for(job, [], Options("2xh100", allow=["bf61"]), True, None)
+
+
+def test_a_device_that_is_too_small_is_refused_with_one_that_does(tmp_path: Path, capsys: Any) -> None:
+    """What was named was the estimate of what needs least, which dry runs refused, and nothing for a few bytes."""
+    (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 40)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\nname = "gpt"\nlayers = 4\nd_model = 32\nheads = 4\n'
+        f'[data]\nsource = "{tmp_path}/text.txt"\nsequence = 16\nvalidation = 0.0\n[train]\nsteps = 4\n'
+    )
+    for device in ("40", "100KiB"):
+        with pytest.raises(UserError, match=r"Give --device \S+iB, or take more devices, a smaller model") as refusal:
+            answer_for(job, [], Options("2xh100", device=device), True, None)
+        given = str(refusal.value).split("--device ")[1].split(",")[0]
+        answer_for(job, [], Options("2xh100", device=given), True, None)
+        told = json.loads(capsys.readouterr().out)
+        assert max(each["bytes"] for each in told["dry_run"]) <= told["limit"] == nbytes(given, "--device")
 
 
 @pytest.mark.parametrize("train", ["seconds = 36000", "seconds = 36000\nsteps = 1000000000000"])

@@ -20,11 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from shoal import Engine, Plan, auto_plan
 from shoal.comm.simulation import simulate_world
 from shoal.errors import UserError
+from shoal.plan import nbytes
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.confirm import confirm
+from shoal.planner.least import enough, in_full, needing_least
+from shoal.planner.no_room import NoRoom
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Task
-from tests.planner.models import GIB, task
+from tests.planner.models import GIB, cluster, task
 
 DEVICE = Device("cores", {"fp32": 1e11}, 2**33, 1e10, launch=1e-5, on_host=True)
 TWO = Cluster("here", (Host(DEVICE, 2, Link(1e-5, 2e9), 2**33, 5e9),), Link(1e-4, 1e9), 0.3)
@@ -185,6 +188,34 @@ def test_what_no_dry_run_has_room_for_is_told_with_a_remedy() -> None:
     said = r"a dry run counts 9.00 GiB\. Take more devices, or ones with more memory, .* or free what is pinned$"
     with pytest.raises(UserError, match=said):
         confirm(asked, search(asked), lambda *_: (None, "a dry run counts 9.00 GiB"))
+
+
+def test_what_needs_least_is_looked_at_where_faster_candidates_have_no_room() -> None:
+    """They alone were, twelve at a time, and the question was refused with what there was enough of."""
+    asked = task(limit=1.5 * GIB, pins={"tp": 1, "cp": 1})
+    near = needing_least(asked)
+    least = near and in_full(asked, near.choice)
+    assert near is not None and least is not None and least.choice not in [each.choice for each in search(asked).best]
+
+    def look(asked: Task, estimate: Estimate) -> tuple[None, str]:
+        return None, "" if asked.share == 1 and estimate.choice == least.choice else "a dry run counts 9.00 GiB"
+
+    found = confirm(asked, search(asked), look)
+    assert found.estimate == least and found.task == asked and found.passed and not found.others
+
+
+def test_as_much_of_a_device_as_is_named_is_enough() -> None:
+    asked = task(pins={"memory": None}, limit=40.0)
+
+    def look(asked: Task, estimate: Estimate) -> tuple[None, str]:
+        return None, "" if 1.3 * estimate.bytes <= asked.usable else "a dry run counts more"
+
+    given = replace(asked, limit=float(nbytes(enough(asked, look), "--device")))
+    assert 1.3 * confirm(given, search(given), look).estimate.bytes <= given.usable
+    less = replace(asked, limit=given.usable / 1.06)
+    with pytest.raises(NoRoom):
+        confirm(less, search(less), look)
+    assert enough(replace(asked, cluster=cluster(memory=given.usable / 2)), look) == "", "no such device has as much"
 
 
 LINE = 1 + next(

@@ -170,9 +170,9 @@ def role_table(chosen: Chosen) -> Table:
 def totals(chosen: Chosen) -> Iterator[str]:
     """Yields the time, price and energy of the whole job."""
     task, cluster = chosen.task, chosen.task.cluster
-    share = chosen.bytes / task.most
+    share = chosen.bytes / task.usable
     takes = "needs at least" if chosen.plan.memory else "takes"  # a budget: what is left keeps what is used again
-    yield f"a rank {takes} {share:.0%} of the {units.size(task.most)} that it may use, confirmed by dry runs"
+    yield f"a rank {takes} {share:.0%} of the {units.size(task.usable)} that it may use, confirmed by dry runs"
     said = f"{chosen.steps} steps take {units.duration(chosen.hours * 3600)}"
     if chosen.steps != chosen.settled.total:
         said = f"train.seconds = {chosen.settled.job.train.seconds:g} ends the job: {said}"
@@ -276,7 +276,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
             {"bytes": each.need.total("device"), "rows": [asdict(row) for row in each.need.rows]}
             for each in chosen.predictions
         ],
-        "limit": task.most,
+        "limit": task.usable,
         "steps": chosen.steps,
         "hours": chosen.hours,
         "price": chosen.price,

@@ -60,7 +60,7 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
     sections = {
         "Who holds what": (holders(chosen), holding(chosen)),
         "Memory of the fullest rank": (
-            waterfall(memory, chosen.task.most, units.size, "bytes of the device; a rank may use", 2),
+            waterfall(memory, chosen.task.usable, units.size, "bytes of the device; a rank may use", 2),
             elsewhere(estimate),
         ),
         "A step": gantt(chosen),
@@ -181,8 +181,8 @@ def scatter(chosen: Chosen) -> str:
     def parts() -> Iterator[str]:
         yield from across(bottom, slow, units.duration, "time of a step", right=right)
         yield from upward(bottom, large, units.size, "memory of the fullest rank", 2)
-        if chosen.task.most < large:
-            height = place(0, chosen.task.most)[1]
+        if chosen.task.usable < large:
+            height = place(0, chosen.task.usable)[1]
             yield line(LEFT, height, right, height, LIMIT)
         joined = " ".join(",".join(f"{each:.1f}" for each in place(one.seconds, one.bytes)) for one in best)
         yield f'<polyline points="{joined}" fill="none" stroke="{COLOURS[0]}"/>'

@@ -3,6 +3,7 @@ the ranks that matter says of its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -214,9 +215,9 @@ def searched(settled: Settled, task: Task) -> tuple[Task, Found, str]:
     return task, found, eager
 
 
-def confirmed(settled: Settled, task: Task) -> Chosen:
-    """Searches, and runs candidates dry, the fastest first, until one is found legal and to fit."""
-    task, found, eager = searched(settled, task)
+def looks(settled: Settled) -> Callable[[Task, Estimate], tuple[tuple[Settled, tuple[Prediction, ...]], str]]:
+    """Makes what runs candidates dry, and returns the job under the plan of one and the memory of its ranks, and why it
+    does not go, for `confirm`. What candidates have in common is run once."""
     runs: DryRuns | None = None
 
     def look(task: Task, estimate: Estimate) -> tuple[tuple[Settled, tuple[Prediction, ...]], str]:
@@ -226,9 +227,15 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
         forecast = forecast_of(own, task, runs)
         runs = forecast.runs
         predictions = tuple(dry(forecast, own.job.plan))
-        return (own, predictions), lacking_most(predictions, task.most)
+        return (own, predictions), lacking_most(predictions, task.usable)
 
-    got = confirm(task, found, look)
+    return look
+
+
+def confirmed(settled: Settled, task: Task) -> Chosen:
+    """Searches, and runs candidates dry, the fastest first, until one is found legal and to fit."""
+    task, found, eager = searched(settled, task)
+    got = confirm(task, found, looks(settled))
     own, predictions = got.looked
     return Chosen(own, got.task, got.estimate, predictions, got.others, got.passed, found, eager)
 

@@ -118,7 +118,7 @@ def _trials(settled: Settled, chosen: Chosen) -> Trials:
             with suppress(UserError):  # what a dry run refuses is not tried
                 forecast = forecast_of(under(settled, plan, rows), task, runs)
                 runs, predictions = forecast.runs, dry(forecast, plan)
-                if not any(each.lacking(task.most) for each in predictions):
+                if not any(each.lacking(task.usable) for each in predictions):
                     plans.append((plan, estimate.seconds))
     return of_candidates(key_of(job, settled.origins, pinned(job, settled.origins), task.cluster.size), rows, plans)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import UserError
-from shoal.jobs.answer import Chosen, searched, task_of
+from shoal.jobs.answer import Chosen, looks, searched, task_of
 from shoal.jobs.asking import check_experts, cluster_of_ranks, keeps_microbatch, task_here
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, opened
@@ -19,7 +19,9 @@ from shoal.jobs.read import allowed, load_job, plan_pins
 from shoal.plan import Plan
 from shoal.planner.cluster_file import cluster_of
 from shoal.planner.explain import TooDear, within_budget
+from shoal.planner.least import enough
 from shoal.planner.machines import BETWEEN, MACHINES
+from shoal.planner.no_room import NoRoom, more_room
 from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.replicable import as_replicable
 from shoal.planner.task import Task
@@ -57,7 +59,14 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
         task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
 
     def find(task: Task) -> Chosen:
-        return placed(settled, task) if asked.budget is None else _within(asked.budget, asked.currency, settled, task)
+        try:
+            if asked.budget is None:
+                return placed(settled, task)
+            return _within(asked.budget, asked.currency, settled, task)
+        except NoRoom as error:
+            if asked.limit is None:
+                raise
+            raise NoRoom(error.said, more_room(task, enough(task, looks(settled)))) from error
 
     return as_replicable(task, settled.job.train.buffers, find)
 

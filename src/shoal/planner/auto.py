@@ -176,7 +176,7 @@ def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Pl
     own = replace(subject, microbatch=estimate.choice.microbatch, plan=plan)
     recorded = _recorded(own, sorted({0, min(1, last), last}))
     asked = optimizer, plan, subject.precision, machine, estimate.microbatches
-    return lacking_most((predict(each, *asked) for each in recorded), task.most)
+    return lacking_most((predict(each, *asked) for each in recorded), task.usable)
 
 
 def _recorded(subject: Subject, places: Iterable[int]) -> list[Recording]:

@@ -1,15 +1,18 @@
 """The fastest plan that a look at it confirms: candidates of a search, one after the other, and where all of one way to
-divide the model are refused, those of a search without it."""
+divide the model are refused, those of a search without it; where memory is short, at last the one that needs least."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from shoal.errors import UserError
 from shoal.planner.degrees import FIELDS
-from shoal.planner.search import more_room, search
+from shoal.planner.least import in_full, needing_least
+from shoal.planner.no_room import NoRoom, more_room
+from shoal.planner.search import search
 from shoal.planner.task import EXACT, Estimate, Found, Task
 from shoal.toml import plan_text
 
@@ -19,6 +22,7 @@ OVER = "a dry run"
 """How a reason begins that speaks of memory, not of a plan that the engine refuses."""
 
 Looked = TypeVar("Looked")
+Look = Callable[[Task, Estimate], tuple[Looked, str]]
 Passed = tuple[tuple[Estimate, str], ...]
 _WAYS = ("experts", "tokens", "parts", "stages")
 """Ways to divide a model, those that are left out first where several are combined."""
@@ -36,11 +40,12 @@ class Confirmed(Generic[Looked]):
     passed: Passed
 
 
-def confirm(task: Task, found: Found, look: Callable[[Task, Estimate], tuple[Looked, str]]) -> Confirmed[Looked]:
+def confirm(task: Task, found: Found, look: Look[Looked]) -> Confirmed[Looked]:
     """Looks at candidates of `found`, the fastest first, until one is legal and fits.
 
     `look` gives what it found and why that does not do ("" if it does), or raises UserError. Where all candidates are
-    refused, the way to divide that they share stays out of another search. Raises UserError with the reasons.
+    refused, the way to divide that they share stays out of another search. Raises UserError with the reasons, NoRoom
+    where they are of memory.
     """
     passed: list[tuple[Estimate, str]] = []
     while True:
@@ -58,11 +63,27 @@ def confirm(task: Task, found: Found, look: Callable[[Task, Estimate], tuple[Loo
         passed += new
         narrower = _without(task, new)
         if narrower is None:
-            raise UserError(_reasons(task, passed))
+            return _last(task, passed, look)
         try:
             task, found = narrower, search(narrower)
         except UserError:  # nothing is left: what was refused says more
-            raise UserError(_reasons(task, passed)) from None
+            return _last(task, passed, look)
+
+
+def _last(task: Task, passed: list[tuple[Estimate, str]], look: Look[Looked]) -> Confirmed[Looked]:
+    """Looks at what needs least of a device where candidates were refused for want of memory, which were the faster
+    ones of those that estimates have fit. Raises UserError, or NoRoom, with the reasons for which all were refused."""
+    if not any(why.startswith(OVER) for _, why in passed):
+        raise UserError(_reasons(task, passed))
+    task = replace(task, share=1.0)
+    near = needing_least(task)
+    estimate = None if near is None else in_full(task, near.choice)
+    if estimate is not None and estimate.choice not in (each.choice for each, _ in passed):
+        with suppress(UserError):
+            looked, why = look(task, estimate)
+            if not why:
+                return Confirmed(task, estimate, looked, (), tuple(passed))
+    raise NoRoom(_reasons(task, passed), more_room(task))
 
 
 def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
@@ -82,11 +103,9 @@ def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task | None:
 
 
 def _reasons(task: Task, passed: list[tuple[Estimate, str]]) -> str:
-    """What was refused: each reason once, with the first plan that it was given for; and what to do where it was for
-    want of memory, as the engine's own refusals say it."""
+    """What was refused: each reason once, with the first plan that it was given for."""
     first: dict[str, str] = {}
     for each, why in passed:
         first.setdefault(why, plan_text(each.choice.plan(task.pins).to_dict()))
     shown = list(first.items())[:3]
-    remedy = f". {more_room(task)}" if any(why.startswith(OVER) for why, _ in shown) else ""
-    return f"no plan that was tried holds in a dry run: {'; '.join(f'{plan}: {why}' for why, plan in shown)}{remedy}"
+    return f"no plan that was tried holds in a dry run: {'; '.join(f'{plan}: {why}' for why, plan in shown)}"

@@ -15,8 +15,9 @@ from shoal.planner.cluster import Host
 from shoal.planner.degrees import Spread
 from shoal.planner.held import resting
 from shoal.planner.longer import longer
+from shoal.planner.no_room import more_room
 from shoal.planner.profile import Profile, deepened
-from shoal.planner.search import Search, more_room, search
+from shoal.planner.search import Search, search
 from shoal.planner.sizes import together
 from shoal.planner.task import EXACT, NAMES, TERMS, Choice, Estimate, Found, Task
 

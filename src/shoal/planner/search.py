@@ -24,6 +24,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.held import Held
 from shoal.planner.no_degrees import no_degrees
+from shoal.planner.no_room import NoRoom, more_room
 from shoal.planner.task import Choice, Estimate, Found, Offload, Task
 from shoal.toml import plan_text
 
@@ -253,7 +254,7 @@ class Search(Choices):
 
 
 def search(task: Task) -> Found:
-    """Finds the fastest plans. Raises UserError where no degrees are legal, or nothing fits."""
+    """Finds the fastest plans. Raises UserError where no degrees are legal, NoRoom where nothing fits."""
     asked = Search(task)
     found = asked.run()
     if not found.spreads:
@@ -267,18 +268,10 @@ def search(task: Task) -> Found:
         most, needs = asked.most(near.choice), near.bytes
         if asked.prices.slowest.on_host:  # one memory
             needs += near.on_host
-        takes = f"{units.enough(needs)} of a rank, which may use {units.size(most)}"
+        takes = f"at least {units.enough(needs)} of a rank, which may use {units.size(most)}"
         if needs <= most:
             has = units.size(asked.on_host(near.choice))
             takes = f"{units.enough(near.on_host)} of its host for a rank, where {has} are"
-        raise UserError(
-            f"no plan fits: the one that needs least, {plan} with microbatches of {near.choice.microbatch}, takes "
-            f"{takes}. {more_room(task)}"
-        )
+        plan = f"{plan} with microbatches of {near.choice.microbatch}"
+        raise NoRoom(f"no plan fits: the one that needs least, {plan}, takes {takes}", more_room(task))
     return found
-
-
-def more_room(task: Task) -> str:
-    """What gives a task room that has none, in a sentence."""
-    free = ", or free what is pinned" if task.pins else ""
-    return f"Take more devices, or ones with more memory, a smaller model or shorter rows{free}"

@@ -124,9 +124,14 @@ class Task:
     whole: bool = False
 
     @property
-    def most(self) -> float:
+    def usable(self) -> float:
         """Bytes that a rank may use of its device."""
-        return self.share * (self.limit if self.limit is not None else USABLE * self.cluster.memory)
+        return self.limit if self.limit is not None else USABLE * self.cluster.memory
+
+    @property
+    def most(self) -> float:
+        """Bytes of these that estimates may fill."""
+        return self.share * self.usable
 
 
 MIB = 2**20
