@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.pipeline import kept, make_schedule
 from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
-from shoal.planner.pipes import Crowd, Pace, parted, simulated, slowest, under_way, waiting
+from shoal.planner.pipes import Crowd, Pace, parted, simulated, slowest, under_way, waiting, waits
 from shoal.planner.search import Search
 from tests.planner.models import cluster, task
 
@@ -41,6 +41,14 @@ def test_of_ranks_that_compute_while_others_wait_some_share_a_core():
     assert [crowd.speed(each / 4) for each in (1, 2, 3, 4)] == pytest.approx([2, 5 / 3, 4 / 3, 1])
     both = [Pace(1.0, 3.0), Pace(1.0, 3.0)]
     assert simulated("1f1b", 2, 1, 1, both, 0.0, 2.0, per_host=4) == pytest.approx(8 / (5 / 3))
+
+
+def test_cores_compute_for_others_while_a_rank_waits_for_a_message():
+    """Two on a core, which work for two seconds and wait for eight: of five seconds the core has three to wait."""
+    assert waits(6.0, 2.0, 2.0, 4, 2.0) == (1.0, 2.0)
+    assert waits(1.0, 4.0, 3.0, 4, 2.0) == (0.0, 1.0), "a part of the messages"
+    assert waits(0.0, 3.0, 4.0, 4, 2.0) == (0.0, 0.0), "others have enough to do"
+    assert waits(6.0, 2.0, 2.0, 4, 1.0) == (6.0, 2.0), "each has a core of its own"
 
 
 def test_the_longest_stage_has_the_cores_of_those_that_are_done():

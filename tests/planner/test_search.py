@@ -9,6 +9,8 @@ from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.cli.answer import money, shown
 from shoal.errors import UserError
@@ -84,6 +86,38 @@ def test_what_a_choice_is_not_below_has_the_waiting_of_its_pipeline(crowd: float
     assert seen == {name for name, _ in schedules} - {"zb1p"}
 
 
+def cores(crowd: float, memory: float, rate: float, count: int = 4) -> Cluster:
+    """A host of so many ranks, `crowd` of which share a core, with so much memory each, over a link of this rate."""
+    on = cluster(hosts=1, count=count, inside=rate)
+    device = replace(on.hosts[0].device, on_host=True, crowd=crowd)
+    return replace(on, hosts=(replace(on.hosts[0], device=device, memory=int(count * memory)),))
+
+
+def test_nothing_by_which_choices_are_left_out_is_above_one_where_stages_share_cores_behind_slow_links() -> None:
+    """What is computed again fills cores that wait for messages: a step is longer by less than that takes."""
+    schedules = ("1f1b", 1), ("gpipe", 1), ("interleaved", 2)
+    seen = set[str]()
+
+    @settings(max_examples=12)
+    @given(st.sampled_from(schedules), st.floats(1.0, 4.0), st.floats(7.0, 10.0), st.floats(0.4, 1.2), st.floats(0, 1))
+    def holds(schedule: tuple[str, int], crowd: float, rate: float, memory: float, overlap: float) -> None:
+        on = replace(cores(crowd, memory * GIB, 10**rate), overlap=overlap)
+        asked = Search(task(model(8), on, schedules=(schedule,), pins={"tp": 1, "cp": 1}))
+        for choice in (each for spread in asked.spreads() for each in asked.choices(spread)):
+            seconds, again = asked.floor(choice)
+            assert seconds <= asked.timed(choice)
+            products = asked.products(choice.spread, choice.microbatch, False)
+            least = max(asked.bound(choice.spread), products, asked.least(choice))
+            for counts in (asked.counts(choice), *map(asked.lane(choice).all_by, ("none", "selective", "full"))):
+                assert least <= (1 + 1e-12) * math.fsum(asked.begun(choice, counts).terms.values())
+            if again and choice.spread.stages > 1:
+                seen.add(choice.schedule)
+                assert seconds >= (1 - 1e-8) * asked.least(choice)
+
+    holds()
+    assert seen == {name for name, _ in schedules}
+
+
 def test_of_stages_that_share_cores_forward_and_backward_are_as_much_of_computing_as_before() -> None:
     """Stages that end early leave their core to the one that works longest, whose forwards take less then, too."""
     on = cluster(hosts=1, count=4, memory=8 * GIB)
@@ -94,6 +128,17 @@ def test_of_stages_that_share_cores_forward_and_backward_are_as_much_of_computin
     assert closed.forward + closed.backward == pytest.approx(closed.terms["compute"])
     assert found.terms["compute"] < closed.terms["compute"]
     assert found.forward + found.backward == pytest.approx(found.terms["compute"])
+
+
+def test_what_stages_wait_for_messages_is_what_their_schedule_leaves_of_them() -> None:
+    """Not what the closed form had left, which may be less."""
+    of = Search(task(on=cores(2.0, 8 * GIB, 1e7), schedules=(("1f1b", 1),)))
+    choice = Choice(Spread(stages=4), 4)
+    closed = of.estimate(choice)
+    found, sends = of.simulated(closed), of.sends(choice, closed.microbatches)
+    assert 0 < closed.terms["stages"] < found.terms["stages"] <= sends
+    alone = Search(task(on=cores(1.0, 8 * GIB, 1e7), schedules=(("1f1b", 1),))).estimate(choice)
+    assert alone.terms["stages"] == sends, "who has its core alone leaves it to nobody"
 
 
 def test_a_microbatch_that_is_given_is_dealt_whole() -> None:

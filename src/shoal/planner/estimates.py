@@ -14,7 +14,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import exchanged, exposed, met, moved, updated
 from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import Lane, at_least, by_policy, within
+from shoal.planner.lanes import Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
 from shoal.planner.pipes import Crowd, Pace, passed_on, simulated, slowest
 from shoal.planner.recomputed import Recomputed
@@ -52,10 +52,6 @@ class Beside(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.copies + self.offload + self.optimizer
-
-
-APART = ("stages", "data", "other")
-"""Terms that do not depend on what is computed again."""
 
 
 class Estimates(Recomputed):
@@ -98,8 +94,7 @@ class Estimates(Recomputed):
             least = need * lane.dearness(rank, self._flying(choice, rank, deal.most))
             often = 1 + min(each.parted for each in stages[rank :: lane.ranks])
             longer[rank] = longer[rank]._replace(backward=longer[rank].backward + often * least)
-        works = at_least(choice, lane, longer, deal.number, self.prices.slowest.crowd)
-        return (1 - 1e-9) * (works + sum(terms.get(what, 0.0) for what in APART)), True
+        return self._at_least(choice, lane, longer, deal.number, terms), True
 
     def priced(self, choice: Choice, counts: list[Counts]) -> Estimate:
         """What `choice` takes and holds where the stages treat their blocks so."""
@@ -263,8 +258,10 @@ class Estimates(Recomputed):
             row = passed_on([each.boundary for each in found.sizes], ranks, choice.schedule)[slow]
             wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
-            terms["stages"] -= meets  # which follows the last action
             crowd = self.prices.slowest.crowd
+            terms["stages"] -= meets  # which follows the last action
+            if crowd > 1:  # of all messages the schedule says anew which part is waited for
+                terms["stages"] = self.sends(choice, estimate.microbatches)
             seconds = simulated(*timed, crowd, self.task.cluster.per_host)
             terms = within(terms, seconds, crowd)
             terms["stages"] += meets

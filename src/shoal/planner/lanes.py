@@ -15,7 +15,7 @@ from shoal.planner.costs import Prices
 from shoal.planner.cuts import Cuts
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
-from shoal.planner.pipes import Pace, fill, longer_by, slowest, waiting
+from shoal.planner.pipes import Pace, fill, longer_by, slowest, waits
 from shoal.planner.sizes import POLICIES
 from shoal.planner.task import Choice
 
@@ -242,19 +242,23 @@ def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int) -> 
     return fill(choice.schedule, choice.chunks, *(sum(each[way] for each in others) for way in (0, 1)))
 
 
-def at_least(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, crowd: float) -> float:
-    """Seconds that a rank works and waits at least in a step of `number` microbatches whose stages take as long or
-    longer backward; `crowd`: ranks that share a core. By zb1p it waits for the forwards of the others, whichever rank
-    is the slowest."""
+def at_least(
+    choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, crowd: float, sends: float
+) -> tuple[float, float]:
+    """Seconds that a rank works and waits for others at least in a step of `number` microbatches whose stages take as
+    long or longer backward, and those that it waits for messages, which take `sends` where nothing else is done
+    meanwhile; `crowd`: ranks that share a core. By zb1p it waits for the forwards of the others, whichever rank is the
+    slowest."""
     busy = number * slowest(stages, lane.ranks)[1]
     if lane.ranks == 1:
-        return busy
+        return busy, 0.0
     if choice.schedule == "zb1p":
         forwards = [sum(each.forward for each in stages[rank :: lane.ranks]) for rank in range(lane.ranks)]
-        waits = sum(forwards) - max(forwards)
+        others = sum(forwards) - max(forwards)
     else:
-        waits = fill_of(choice, lane, stages, number)
-    return busy + waiting(waits, busy, lane.ranks, crowd)
+        others = fill_of(choice, lane, stages, number)
+    bubble, messages = waits(others, sends, busy, lane.ranks, crowd)
+    return busy + bubble, messages
 
 
 def within(terms: Mapping[str, float], seconds: float, crowd: float) -> dict[str, float]:

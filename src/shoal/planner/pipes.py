@@ -155,6 +155,17 @@ def waiting(fill: float, busy: float, ranks: int, crowd: float) -> float:
     return max(0.0, (busy + fill) / min(crowd, ranks) - busy)
 
 
+def waits(fill: float, sends: float, busy: float, ranks: int, crowd: float) -> tuple[float, float]:
+    """Seconds by which a step is longer than the `busy` ones of a rank that waits `fill` seconds for other stages and
+    `sends` for their messages, where `crowd` ranks share a core: what it waits for stages, and for messages. Those that
+    compute meanwhile have the shared cores for all of that time; what is left is for messages, if they take as long."""
+    if crowd <= 1:
+        return waiting(fill, busy, ranks, crowd), sends
+    whole = waiting(fill + sends, busy, ranks, crowd)
+    stages = min(sends, whole)
+    return whole - stages, stages
+
+
 def simulated(
     name: str,
     ranks: int,

@@ -4,7 +4,7 @@ differ in that alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import mul
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import agreed
 from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
-from shoal.planner.lanes import Lane, fill_of, seconds_of
+from shoal.planner.lanes import Lane, at_least, fill_of, seconds_of
 from shoal.planner.once import once
-from shoal.planner.pipes import Pace, parted, slowest, under_way, waiting
+from shoal.planner.pipes import Pace, parted, slowest, under_way, waits
 from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
 from shoal.planner.sizes import Sizes, together
@@ -30,6 +30,10 @@ class Standing(NamedTuple):
 
     by_role: dict[str, float]
     bytes: float
+
+
+APART = ("data", "other")
+"""Terms that do not depend on what is computed again."""
 
 
 class Timed:
@@ -100,6 +104,15 @@ class Timed:
         lane = self.lane(choice)
         found = self._in_lane(choice, lane, lane.none(), together=False)
         return math.fsum(found[0].values())
+
+    def _at_least(
+        self, choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, terms: Mapping[str, float]
+    ) -> float:
+        """Seconds that no estimate of `number` microbatches is below whose stages take as long or longer backward.
+        `terms`: of such an estimate, whatever is computed again."""
+        crowd, sends = self.prices.slowest.crowd, self.sends(choice, number)
+        works, messages = at_least(choice, lane, stages, number, crowd, sends)
+        return (1 - 1e-9) * (works + sum((messages, *(terms[what] for what in APART))))
 
     def _flying(self, choice: Choice, rank: int, number: int) -> tuple[int, ...]:
         ranks = choice.spread.stages
@@ -219,12 +232,17 @@ class Timed:
                     sent[what] = sent.get(what, 0.0) + times * seconds
         terms = {"compute": busy - math.fsum(sent.values()), **sent}
         if ranks > 1:
-            terms["bubble"] = waiting(fill_of(choice, lane, stages, number), busy, ranks, self.prices.slowest.crowd)
-            hops = (ranks - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
-            terms["stages"] = 2 * hops * self.message(choice)
+            full = fill_of(choice, lane, stages, number), self.sends(choice, number)
+            terms["bubble"], terms["stages"] = waits(*full, busy, ranks, self.prices.slowest.crowd)
         terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data
         terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number)
         return terms, deal, tuple(stages), slow
+
+    def sends(self, choice: Choice, number: int) -> float:
+        """Seconds in which a pipeline waits for messages in a step of `number` microbatches, where nothing else is done
+        meanwhile."""
+        hops = (choice.spread.stages - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
+        return 2 * hops * self.message(choice)
 
     def message(self, choice: Choice) -> float:
         """Seconds of what travels between two stages, the longest way."""
