@@ -102,8 +102,10 @@ class Timed:
     def least(self, choice: Choice) -> float:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""
         lane = self.lane(choice)
-        found = self._in_lane(choice, lane, lane.none(), together=False)
-        return math.fsum(found[0].values())
+        terms, deal, stages, _ = self._in_lane(choice, lane, lane.none(), together=False)
+        if choice.schedule == "zb1p":  # where more is computed again, another rank may be the slowest
+            return self._at_least(choice, lane, stages, deal.number, terms)
+        return math.fsum(terms.values())
 
     def _at_least(
         self, choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, terms: Mapping[str, float]
