@@ -20,10 +20,10 @@ from tests.planner.models import cluster, task
 
 def test_a_rank_alone_at_work_has_the_core_of_the_one_that_waits():
     """One microbatch: F0 F1 B1 B0, one after the other, each at twice the speed of two ranks on one core."""
-    both = [Pace(1.0, 3.0), Pace(1.0, 3.0)]
+    both, crowd = [Pace(1.0, 3.0), Pace(1.0, 3.0)], Crowd(2.0, 2, 2)
     assert simulated("1f1b", 2, 1, 1, both, 0.0) == 8
-    assert simulated("1f1b", 2, 1, 1, both, 0.0, 2.0) == pytest.approx(4)
-    assert simulated("1f1b", 2, 1, 1, both, 0.5, 2.0) == pytest.approx(5), "a message takes as long as before"
+    assert simulated("1f1b", 2, 1, 1, both, 0.0, crowd) == pytest.approx(4)
+    assert simulated("1f1b", 2, 1, 1, both, 0.5, crowd) == pytest.approx(5), "a message takes as long as before"
     assert waiting(4.0, 4.0, 2, 2.0) == 0 and waiting(4.0, 4.0, 2, 1.0) == 4
 
 
@@ -31,30 +31,39 @@ def test_four_ranks_on_two_cores_wait_half_as_long():
     """A rank has a core of its own at most: the chain of eight goes at twice the speed, where each rank has two."""
     all_alike = [Pace(1.0, 1.0)] * 4
     assert simulated("1f1b", 4, 1, 1, all_alike, 0.0) == 8
-    assert simulated("1f1b", 4, 1, 1, all_alike, 0.0, 2.0) == pytest.approx(4)
+    assert simulated("1f1b", 4, 1, 1, all_alike, 0.0, Crowd(2.0, 4, 4)) == pytest.approx(4)
     assert waiting(6.0, 2.0, 4, 2.0) == 2
 
 
 def test_of_ranks_that_compute_while_others_wait_some_share_a_core():
     """Two of four ranks on two cores are on one of them in a case of three; one, and three, leave no core idle."""
-    crowd = Crowd(2.0, 4)
+    crowd = Crowd(2.0, 4, 2)
     assert [crowd.speed(each / 4) for each in (1, 2, 3, 4)] == pytest.approx([2, 5 / 3, 4 / 3, 1])
     both = [Pace(1.0, 3.0), Pace(1.0, 3.0)]
-    assert simulated("1f1b", 2, 1, 1, both, 0.0, 2.0, per_host=4) == pytest.approx(8 / (5 / 3))
+    assert simulated("1f1b", 2, 1, 1, both, 0.0, crowd) == pytest.approx(8 / (5 / 3))
+
+
+def test_stages_on_a_host_of_their_own_leave_its_cores_to_nobody():
+    """Two hosts with two stages each, of two microbatches: F0 alone, F1 and F0 on one core, F1 and F2 alone, F3 and F2
+    on one core, F3 alone. It was as if a stage that waits left its cores to those of another host."""
+    forwards = [Pace(1.0, 0.0)] * 4
+    assert simulated("gpipe", 4, 2, 1, forwards, 0.0, Crowd(2.0, 2, 2)) == pytest.approx(0.5 + 1 + 0.5 + 1 + 0.5)
+    assert simulated("gpipe", 4, 2, 1, forwards, 0.0, Crowd(2.0, 2, 1)) == 5
+    assert waits(6.0, 2.0, 2.0, Crowd(2.0, 4, 1)) == (6.0, 2.0)
 
 
 def test_cores_compute_for_others_while_a_rank_waits_for_a_message():
     """Two on a core, which work for two seconds and wait for eight: of five seconds the core has three to wait."""
-    assert waits(6.0, 2.0, 2.0, 4, 2.0) == (1.0, 2.0)
-    assert waits(1.0, 4.0, 3.0, 4, 2.0) == (0.0, 1.0), "a part of the messages"
-    assert waits(0.0, 3.0, 4.0, 4, 2.0) == (0.0, 0.0), "others have enough to do"
-    assert waits(6.0, 2.0, 2.0, 4, 1.0) == (6.0, 2.0), "each has a core of its own"
+    assert waits(6.0, 2.0, 2.0, Crowd(2.0, 4, 4)) == (1.0, 2.0)
+    assert waits(1.0, 4.0, 3.0, Crowd(2.0, 4, 4)) == (0.0, 1.0), "a part of the messages"
+    assert waits(0.0, 3.0, 4.0, Crowd(2.0, 4, 4)) == (0.0, 0.0), "others have enough to do"
+    assert waits(6.0, 2.0, 2.0, Crowd(1.0, 4, 4)) == (6.0, 2.0), "each has a core of its own"
 
 
 def test_the_longest_stage_has_the_cores_of_those_that_are_done():
     """Each rank works for a second, then the first has eight left: at twice the speed these take four."""
-    assert simulated("gpipe", 2, 1, 1, [Pace(9.0, 0.0), Pace(1.0, 0.0)], 0.0, 2.0) == pytest.approx(5)
-    terms = within({"compute": 8.0, "parts": 2.0, "stages": 0.0, "optimizer": 1.0}, 5.0, 2.0)
+    assert simulated("gpipe", 2, 1, 1, [Pace(9.0, 0.0), Pace(1.0, 0.0)], 0.0, Crowd(2.0, 2, 2)) == pytest.approx(5)
+    terms = within({"compute": 8.0, "parts": 2.0, "stages": 0.0, "optimizer": 1.0}, 5.0, Crowd(2.0, 2, 2))
     assert terms == {"compute": 4.0, "parts": 1.0, "stages": 0.0, "optimizer": 1.0, "bubble": 0.0}
 
 
@@ -86,7 +95,7 @@ def test_sharing_cores_never_takes_longer_and_no_work_is_spared(name, ranks, mic
     seconds = st.floats(0.1, 3.0)
     stages = [Pace(data.draw(seconds), data.draw(seconds)) for _ in range(ranks * chunks)]
     asked = schedule, ranks, microbatches, chunks, stages, 0.0
-    alone, shared = simulated(*asked), simulated(*asked, crowd, ranks * replicas)
+    alone, shared = simulated(*asked), simulated(*asked, Crowd(crowd, ranks * replicas, ranks))
     work = microbatches * math.fsum(each.forward + each.backward for each in stages)
     assert max(work / ranks, alone / crowd) <= shared * (1 + 1e-9)
     assert shared <= alone * (1 + 1e-9)

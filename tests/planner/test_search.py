@@ -162,6 +162,19 @@ def test_what_stages_wait_for_messages_is_what_their_schedule_leaves_of_them() -
     assert alone.terms["stages"] == sends, "who has its core alone leaves it to nobody"
 
 
+def test_a_pipeline_over_hosts_of_cores_waits_as_long_as_one_of_devices() -> None:
+    """Each of two hosts has one of two stages: while that waits, nobody computes on its cores."""
+    on = cores(2.0, 8 * GIB, 1e9)
+    of = Search(task(on=replace(on, hosts=on.hosts * 2)))
+    choice = Choice(Spread(stages=2, copies=4), 1)
+    closed = of.estimate(choice)
+    stages, number, message = closed.stages, closed.microbatches, of.message(choice)
+    assert closed.terms["bubble"] == pytest.approx(longer_by(stages, number))
+    assert closed.terms["stages"] == of.sends(choice, number)
+    found = math.fsum(of.simulated(closed).terms[what] for what in ("compute", "bubble", "stages"))
+    assert found == pytest.approx(simulated("1f1b", 2, number, 1, stages, message))
+
+
 def test_a_microbatch_that_is_given_is_dealt_whole() -> None:
     """Of four microbatches eight replicas have one, or none: as many rows as of four replicas, in as much memory."""
     asked = Search(task(microbatch=8))

@@ -16,7 +16,7 @@ from shoal.planner.held import Held, held
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane, by_policy, within
 from shoal.planner.once import once_in_as_much_memory
-from shoal.planner.pipes import Crowd, Pace, passed_on, simulated, slowest
+from shoal.planner.pipes import Pace, passed_on, simulated, slowest
 from shoal.planner.recomputed import Recomputed
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
@@ -171,7 +171,8 @@ class Estimates(Recomputed):
     def _beside(self, begun: Begun, rank: int) -> Beside:
         choice, counts, lane, stages, number = begun.choice, begun.counts, begun.lane, begun.stages, begun.deal.number
         ranks, own, tied = choice.spread.stages, self._own(choice.spread, lane.stages, rank), self.tied(choice.spread)
-        alone = Crowd(self.prices.slowest.crowd, self.task.cluster.per_host).speed(1 / ranks)  # the last to compute
+        crowd = self.crowd(choice.spread)
+        alone = crowd.speed(1 / crowd.stages)  # the last to compute
         window = sum(each.backward for each in stages[rank::ranks]) / alone, number * slowest(stages, ranks)[1]
         has = self._held(choice, lane, rank, counts, begun.deal.most)
         sends, wire = exchanged(self.prices, choice, own, number, window, tied, has)
@@ -258,11 +259,11 @@ class Estimates(Recomputed):
             row = passed_on([each.boundary for each in found.sizes], ranks, choice.schedule)[slow]
             wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
-            crowd = self.prices.slowest.crowd
+            crowd = self.crowd(spread)
             terms["stages"] -= meets  # which follows the last action
-            if crowd > 1:  # of all messages the schedule says anew which part is waited for
+            if crowd.most > 1:  # of all messages the schedule says anew which part is waited for
                 terms["stages"] = self.sends(choice, estimate.microbatches)
-            seconds = simulated(*timed, crowd, self.task.cluster.per_host)
+            seconds = simulated(*timed, crowd)
             terms = within(terms, seconds, crowd)
             terms["stages"] += meets
             if estimate.moving:

@@ -15,7 +15,7 @@ from shoal.planner.costs import Prices
 from shoal.planner.cuts import Cuts
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
-from shoal.planner.pipes import Pace, fill, longer_by, slowest, waits
+from shoal.planner.pipes import Crowd, Pace, fill, longer_by, slowest, waits
 from shoal.planner.sizes import POLICIES
 from shoal.planner.task import Choice
 
@@ -243,12 +243,11 @@ def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int) -> 
 
 
 def at_least(
-    choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, crowd: float, sends: float
+    choice: Choice, lane: Lane, stages: Sequence[Pace], number: int, crowd: Crowd, sends: float
 ) -> tuple[float, float]:
     """Seconds that a rank works and waits for others at least in a step of `number` microbatches whose stages take as
     long or longer backward, and those that it waits for messages, which take `sends` where nothing else is done
-    meanwhile; `crowd`: ranks that share a core. By zb1p it waits for the forwards of the others, whichever rank is the
-    slowest."""
+    meanwhile. By zb1p it waits for the forwards of the others, whichever rank is the slowest."""
     busy = number * slowest(stages, lane.ranks)[1]
     if lane.ranks == 1:
         return busy, 0.0
@@ -257,18 +256,17 @@ def at_least(
         others = sum(forwards) - max(forwards)
     else:
         others = fill_of(choice, lane, stages, number)
-    bubble, messages = waits(others, sends, busy, lane.ranks, crowd)
+    bubble, messages = waits(others, sends, busy, crowd)
     return busy + bubble, messages
 
 
-def within(terms: Mapping[str, float], seconds: float, crowd: float) -> dict[str, float]:
+def within(terms: Mapping[str, float], seconds: float, crowd: Crowd) -> dict[str, float]:
     """The terms of a pipeline whose schedule takes so many seconds: what a rank does not work, or send to other stages,
-    it waits. Where ranks share cores (`crowd` of them one), those that wait leave theirs to others: then what waits for
-    messages is in those seconds, and where the ones that end early help the one that works longest, its own terms take
-    less."""
+    it waits. Where stages share cores, those that wait leave theirs to others: then what waits for messages is in
+    those seconds, and where the ones that end early help the one that works longest, its own terms take less."""
     busy = math.fsum(terms.get(what, 0.0) for what in BUSY)
     faster = min(1.0, seconds / busy) if busy else 1.0
     own = {what: value * (faster if what in BUSY else 1.0) for what, value in terms.items()}
-    if crowd > 1:
+    if crowd.most > 1:
         own["stages"] = min(own["stages"], max(0.0, seconds - busy))
     return {**own, "bubble": max(0.0, seconds - busy - own["stages"])}

@@ -149,19 +149,50 @@ def longer_by(stages: Sequence[Pace], number: int) -> float:
     return longest - number * max(whole)
 
 
-def waiting(fill: float, busy: float, ranks: int, crowd: float) -> float:
+class Crowd(NamedTuple):
+    """How ranks share cores: `share` of them one, of `ranks` on a host, which has so many `stages` of a pipeline: those
+    of other hosts have cores of their own."""
+
+    share: float = 1.0
+    ranks: int = 1
+    stages: int = 1
+
+    @property
+    def most(self) -> float:
+        """How many times faster a stage is at most while others wait."""
+        return min(self.share, self.stages)
+
+    def speed(self, active: float) -> float:
+        """How many times faster than while all compute those do that are `active`, a share of the ranks of a host,
+        while the others wait. A system leaves ranks on their cores for milliseconds, longer than they wait, so some
+        cores stay idle while others have two: as many as where each rank has its core by chance."""
+        number, left = active * self.ranks, (1 - active) * self.ranks
+        idle = 0.0  # the share of cores none of whose ranks compute
+        if left >= self.share:
+            logarithm = math.lgamma(self.ranks - self.share + 1) + math.lgamma(left + 1)
+            logarithm -= math.lgamma(left - self.share + 1) + math.lgamma(self.ranks + 1)
+            idle = math.exp(logarithm)
+        return min(self.share, (1 - idle) * self.ranks / number)
+
+
+ALONE = Crowd()
+"""Each rank has cores of its own."""
+
+
+def waiting(fill: float, busy: float, stages: int, crowd: float) -> float:
     """Seconds by which a step is longer than the `busy` ones of a rank that waits for `fill` seconds in between, where
-    `crowd` ranks share a core: those that compute meanwhile take the core of those that wait."""
-    return max(0.0, (busy + fill) / min(crowd, ranks) - busy)
+    `crowd` ranks of a host, which has so many `stages`, share a core: those that compute meanwhile take the core of
+    those that wait."""
+    return max(0.0, (busy + fill) / min(crowd, stages) - busy)
 
 
-def waits(fill: float, sends: float, busy: float, ranks: int, crowd: float) -> tuple[float, float]:
+def waits(fill: float, sends: float, busy: float, crowd: Crowd) -> tuple[float, float]:
     """Seconds by which a step is longer than the `busy` ones of a rank that waits `fill` seconds for other stages and
-    `sends` for their messages, where `crowd` ranks share a core: what it waits for stages, and for messages. Those that
-    compute meanwhile have the shared cores for all of that time; what is left is for messages, if they take as long."""
-    if crowd <= 1:
-        return waiting(fill, busy, ranks, crowd), sends
-    whole = waiting(fill + sends, busy, ranks, crowd)
+    `sends` for their messages: what it waits for stages, and for messages. Where ranks share cores, those that compute
+    meanwhile have them for all of that time; what is left is for messages, if they take as long."""
+    if crowd.most <= 1:
+        return waiting(fill, busy, crowd.stages, crowd.share), sends
+    whole = waiting(fill + sends, busy, crowd.stages, crowd.share)
     stages = min(sends, whole)
     return whole - stages, stages
 
@@ -173,12 +204,11 @@ def simulated(
     chunks: int,
     stages: Sequence[Pace],
     message: float,
-    crowd: float = 1.0,
-    per_host: int = 1,
+    crowd: Crowd = ALONE,
 ) -> float:
     """Seconds of a step by event simulation of the schedule's own lists of actions. `stages`: seconds of each, while
-    all ranks compute; `crowd`: how many of these share a core, of `per_host` on a host."""
-    return _simulated(name, ranks, microbatches, chunks, tuple(stages), message, Crowd(crowd, per_host))
+    all ranks compute."""
+    return _simulated(name, ranks, microbatches, chunks, tuple(stages), message, crowd)
 
 
 @lru_cache(maxsize=4096)
@@ -191,7 +221,7 @@ def _simulated(
 
     def run(number: int) -> float:
         schedule = make_schedule(name, ranks, number, chunks)
-        return simulate(schedule, costs).seconds if crowd.share == 1.0 else _crowded(schedule, costs, crowd)
+        return simulate(schedule, costs).seconds if crowd.most == 1.0 else _crowded(schedule, costs, crowd)
 
     if microbatches <= more:
         return run(microbatches)
@@ -212,32 +242,13 @@ def costs_of(stages: Sequence[Pace], message: float) -> Costs:
     return Costs(seconds, message)
 
 
-class Crowd(NamedTuple):
-    """How ranks share cores: `share` of them one, of `ranks` on a host."""
-
-    share: float
-    ranks: int
-
-    def speed(self, active: float) -> float:
-        """How many times faster than while all compute those do that are `active`, a share of the ranks, while the
-        others wait. A system leaves ranks on their cores for milliseconds, longer than they wait, so some cores stay
-        idle while others have two: as many as where each rank has its core by chance."""
-        number, left = active * self.ranks, (1 - active) * self.ranks
-        idle = 0.0  # the share of cores none of whose ranks compute
-        if left >= self.share:
-            logarithm = math.lgamma(self.ranks - self.share + 1) + math.lgamma(left + 1)
-            logarithm -= math.lgamma(left - self.share + 1) + math.lgamma(self.ranks + 1)
-            idle = math.exp(logarithm)
-        return min(self.share, (1 - idle) * self.ranks / number)
-
-
 def _crowded(schedule: Schedule, costs: Costs, crowd: Crowd) -> float:
-    """Seconds of a schedule whose ranks share cores in equal parts."""
+    """Seconds of a schedule whose ranks share the cores of their host in equal parts."""
     ends: dict[Action, float] = {}
     places = [0] * schedule.ranks
     under_way: dict[int, float] = {}  # by rank what is left of its action, at the speed while all compute
     now, number = 0.0, sum(map(len, schedule.orders))
-    speeds = [crowd.speed(active / schedule.ranks) for active in range(1, 1 + schedule.ranks)]
+    speeds = [crowd.speed(active / crowd.stages) for active in range(1, 1 + crowd.stages)]
     while len(ends) < number:
         arrivals = []
         for rank, order in enumerate(schedule.orders):
@@ -252,12 +263,13 @@ def _crowded(schedule: Schedule, costs: Costs, crowd: Crowd) -> float:
                     under_way[rank] = costs.of(action)
                 else:
                     arrivals.append(start)
-        speed = speeds[max(1, len(under_way)) - 1]
-        first = min(under_way.values(), default=float("inf")) / speed
+        active = Counter(rank // crowd.stages for rank in under_way)  # by host
+        speed = {rank: speeds[active[rank // crowd.stages] - 1] for rank in under_way}
+        first = min((left / speed[rank] for rank, left in under_way.items()), default=float("inf"))
         step = min([first, *(start - now for start in arrivals)])
         now += step
         for rank in list(under_way):
-            under_way[rank] -= step * speed
+            under_way[rank] -= step * speed[rank]
             if under_way[rank] <= 1e-12 * now:
                 ends[schedule.orders[rank][places[rank]]] = now
                 places[rank] += 1

@@ -17,7 +17,7 @@ from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane, at_least, fill_of, seconds_of
 from shoal.planner.once import once
-from shoal.planner.pipes import Pace, parted, slowest, under_way, waits
+from shoal.planner.pipes import Crowd, Pace, parted, slowest, under_way, waits
 from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
 from shoal.planner.sizes import Sizes, together
@@ -112,7 +112,7 @@ class Timed:
     ) -> float:
         """Seconds that no estimate of `number` microbatches is below whose stages take as long or longer backward.
         `terms`: of such an estimate, whatever is computed again."""
-        crowd, sends = self.prices.slowest.crowd, self.sends(choice, number)
+        crowd, sends = self.crowd(choice.spread), self.sends(choice, number)
         works, messages = at_least(choice, lane, stages, number, crowd, sends)
         return (1 - 1e-9) * (works + sum((messages, *(terms[what] for what in APART))))
 
@@ -235,10 +235,15 @@ class Timed:
         terms = {"compute": busy - math.fsum(sent.values()), **sent}
         if ranks > 1:
             full = fill_of(choice, lane, stages, number), self.sends(choice, number)
-            terms["bubble"], terms["stages"] = waits(*full, busy, ranks, self.prices.slowest.crowd)
+            terms["bubble"], terms["stages"] = waits(*full, busy, self.crowd(spread))
         terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data
         terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number)
         return terms, deal, tuple(stages), slow
+
+    def crowd(self, spread: Spread) -> Crowd:
+        """How the ranks of a pipeline share cores."""
+        per_host, ranks = self.task.cluster.per_host, spread.size // spread.stages  # of a stage
+        return Crowd(self.prices.slowest.crowd, per_host, min(spread.stages, max(1, per_host // ranks)))
 
     def sends(self, choice: Choice, number: int) -> float:
         """Seconds in which a pipeline waits for messages in a step of `number` microbatches, where nothing else is done
