@@ -49,15 +49,16 @@ def test_stages_on_a_host_of_their_own_leave_its_cores_to_nobody():
     forwards = [Pace(1.0, 0.0)] * 4
     assert simulated("gpipe", 4, 2, 1, forwards, 0.0, Crowd(2.0, 2, 2)) == pytest.approx(0.5 + 1 + 0.5 + 1 + 0.5)
     assert simulated("gpipe", 4, 2, 1, forwards, 0.0, Crowd(2.0, 2, 1)) == 5
-    assert waits(6.0, 2.0, 2.0, Crowd(2.0, 4, 1)) == (6.0, 2.0)
+    assert waits(6.0, 2.0, 2.0, Crowd(2.0, 4, 1), 2.0) == (6.0, 2.0)
 
 
 def test_cores_compute_for_others_while_a_rank_waits_for_a_message():
     """Two on a core, which work for two seconds and wait for eight: of five seconds the core has three to wait."""
-    assert waits(6.0, 2.0, 2.0, Crowd(2.0, 4, 4)) == (1.0, 2.0)
-    assert waits(1.0, 4.0, 3.0, Crowd(2.0, 4, 4)) == (0.0, 1.0), "a part of the messages"
-    assert waits(0.0, 3.0, 4.0, Crowd(2.0, 4, 4)) == (0.0, 0.0), "others have enough to do"
-    assert waits(6.0, 2.0, 2.0, Crowd(1.0, 4, 4)) == (6.0, 2.0), "each has a core of its own"
+    assert waits(6.0, 2.0, 2.0, Crowd(2.0, 4, 4), 2.0) == (1.0, 2.0)
+    assert waits(1.0, 4.0, 3.0, Crowd(2.0, 4, 4), 3.0) == (0.0, 1.0), "a part of the messages"
+    assert waits(0.0, 3.0, 4.0, Crowd(2.0, 4, 4), 4.0) == (0.0, 0.0), "others have enough to do"
+    assert waits(0.0, 1.0, 4.0, Crowd(2.0, 4, 4), 3.0) == (-1.0, 0.0), "others end early"
+    assert waits(6.0, 2.0, 2.0, Crowd(1.0, 4, 4), 2.0) == (6.0, 2.0), "each has a core of its own"
 
 
 def test_the_longest_stage_has_the_cores_of_those_that_are_done():

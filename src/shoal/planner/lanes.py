@@ -15,7 +15,7 @@ from shoal.planner.costs import Prices
 from shoal.planner.cuts import Cuts
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
-from shoal.planner.pipes import Crowd, Pace, fill, longer_by, slowest, waits
+from shoal.planner.pipes import Crowd, Pace, fill, longer_by, of_ranks, shared, slowest, waits
 from shoal.planner.sizes import POLICIES
 from shoal.planner.task import Choice
 
@@ -248,7 +248,8 @@ def at_least(
     """Seconds that a rank works and waits for others at least in a step of `number` microbatches whose stages take as
     long or longer backward, and those that it waits for messages, which take `sends` where nothing else is done
     meanwhile. By zb1p it waits for the forwards of the others, whichever rank is the slowest."""
-    busy = number * slowest(stages, lane.ranks)[1]
+    each = of_ranks(stages, lane.ranks)
+    busy = number * max(each)
     if lane.ranks == 1:
         return busy, 0.0
     if choice.schedule == "zb1p":
@@ -256,7 +257,7 @@ def at_least(
         others = sum(forwards) - max(forwards)
     else:
         others = fill_of(choice, lane, stages, number)
-    bubble, messages = waits(others, sends, busy, crowd)
+    bubble, messages = waits(others, sends, busy, crowd, number * shared(each, crowd))
     return busy + bubble, messages
 
 

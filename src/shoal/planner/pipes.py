@@ -186,15 +186,25 @@ def waiting(fill: float, busy: float, stages: int, crowd: float) -> float:
     return max(0.0, (busy + fill) / min(crowd, stages) - busy)
 
 
-def waits(fill: float, sends: float, busy: float, crowd: Crowd) -> tuple[float, float]:
-    """Seconds by which a step is longer than the `busy` ones of a rank that waits `fill` seconds for other stages and
-    `sends` for their messages: what it waits for stages, and for messages. Where ranks share cores, those that compute
-    meanwhile have them for all of that time; what is left is for messages, if they take as long."""
+def shared(seconds: Sequence[float], crowd: Crowd) -> float:
+    """Seconds that the ranks of a pipeline take at least together which take so many each: where those of a host share
+    cores, the ones that end early help the others."""
+    if crowd.most <= 1:
+        return max(seconds)
+    hosts = (seconds[first : first + crowd.stages] for first in range(0, len(seconds), crowd.stages))
+    return max(sum(own) / len(own) for own in hosts)
+
+
+def waits(fill: float, sends: float, busy: float, crowd: Crowd, least: float) -> tuple[float, float]:
+    """Seconds by which a step is longer than the `busy` ones of the rank that works longest, which waits `fill` seconds
+    for other stages and `sends` for their messages: what it waits for stages, and for messages. Where ranks share
+    cores, those that compute meanwhile have them for all of that time; what is left is for messages, if they take as
+    long. `least`: seconds that all take together (see shared): where that rank is helped it waits less than none."""
     if crowd.most <= 1:
         return waiting(fill, busy, crowd.stages, crowd.share), sends
-    whole = waiting(fill + sends, busy, crowd.stages, crowd.share)
-    stages = min(sends, whole)
-    return whole - stages, stages
+    seconds = max(least, (busy + fill + sends) / crowd.most)
+    stages = min(sends, max(0.0, seconds - busy))
+    return seconds - busy - stages, stages
 
 
 def simulated(

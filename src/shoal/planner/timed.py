@@ -17,7 +17,7 @@ from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane, at_least, fill_of, seconds_of
 from shoal.planner.once import once
-from shoal.planner.pipes import Crowd, Pace, parted, slowest, under_way, waits
+from shoal.planner.pipes import Crowd, Pace, of_ranks, parted, shared, slowest, under_way, waits
 from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
 from shoal.planner.sizes import Sizes, together
@@ -234,8 +234,9 @@ class Timed:
                     sent[what] = sent.get(what, 0.0) + times * seconds
         terms = {"compute": busy - math.fsum(sent.values()), **sent}
         if ranks > 1:
-            full = fill_of(choice, lane, stages, number), self.sends(choice, number)
-            terms["bubble"], terms["stages"] = waits(*full, busy, self.crowd(spread))
+            crowd, full = self.crowd(spread), (fill_of(choice, lane, stages, number), self.sends(choice, number))
+            least = number * shared(of_ranks(stages, ranks), crowd)
+            terms["bubble"], terms["stages"] = waits(*full, busy, crowd, least)
         terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data
         terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number)
         return terms, deal, tuple(stages), slow
