@@ -119,9 +119,7 @@ def begin(settled: Settled, world: World) -> Begun:
     return Begun(settled, engine, restored, said, refused)
 
 
-def _made(
-    settled: Settled, step: int, update: resume.Update | None, world: World
-) -> tuple[Settled, Engine, list[int]]:
+def _made(settled: Settled, step: int, update: resume.Update | None, world: World) -> tuple[Settled, Engine, list[int]]:
     """Returns the engine for a run that goes on after `step`, as `passing_over` does. Where there is an update that
     these ranks can read, it has the plan that this was made under: a refusal is of no plan that is to be tried."""
 

@@ -107,8 +107,7 @@ def auto_plan(
         asked = Task(traced, machine, global_batch, numbers_of(numbers, optimizer), microbatch, None, given, legal)
         cores = any(device.on_host for device in machine.devices)
         asked = _with_compiled(asked, subject, not cores and (cluster is not None or fuses(world.device)))
-        small = partial(small_optimizer, optimizer, [{}])
-        asked = probe(subject, replace(asked, optimizer=small), together=ran)
+        asked = probe(subject, replace(asked, optimizer=partial(small_optimizer, optimizer, [{}])), together=ran)
         plan, rows = as_replicable(asked, buffers, partial(_confirmed, subject=subject, optimizer=optimizer))
         return plan.to_dict(), rows
 
