@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.pipeline import kept, make_schedule
 from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
-from shoal.planner.pipes import Crowd, Pace, parted, simulated, slowest, under_way, waiting, waits
+from shoal.planner.pipes import ALONE, Crowd, Pace, parted, simulated, slowest, under_way, waiting, waits
 from shoal.planner.search import Search
 from tests.planner.models import cluster, task
 
@@ -75,7 +75,7 @@ def test_what_waits_for_a_message_on_a_shared_core_is_in_the_seconds_of_the_sche
     """Of ranks that share cores the terms add up to what the schedule takes; of others a message may slow down what
     is computed beside it, which the schedule's actions do not say."""
     terms = {"compute": 8.0, "stages": 3.0}
-    shared, alone = within(terms, seconds, 2.0), within(terms, seconds, 1.0)
+    shared, alone = within(terms, seconds, Crowd(2.0, 4, 4)), within(terms, seconds, ALONE)
     assert math.fsum(shared.values()) == pytest.approx(seconds)
     assert (shared["stages"], shared["bubble"]) == pytest.approx((of_stages, bubble))
     assert alone["stages"] == 3.0
