@@ -230,5 +230,8 @@ def test_a_disk_that_is_full_here_is_no_plan(tmp_path: Path, monkeypatch: pytest
 def test_pages_of_an_earlier_run_are_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank-0").mkdir()
     (tmp_path / "rank-0" / "0.a").write_bytes(b"x" * 65536)
+    (tmp_path / "rank-0" / "1.a").symlink_to("gone")  # as one that is deleted meanwhile
+    (tmp_path / "rest").mkdir()
+    (tmp_path / "rest" / "data").write_bytes(b"x" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert room_for_pages(tmp_path) >= 66536 and room_for_pages(tmp_path / "other") == 1000
+    assert 66536 <= room_for_pages(tmp_path) < 2**20 and room_for_pages(tmp_path / "other") == 1000

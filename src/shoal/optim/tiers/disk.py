@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from glob import iglob
 from pathlib import Path
 
 import torch
@@ -125,10 +126,12 @@ class Stored:
 
 def room_for_pages(path: Path) -> int:
     """Bytes that pages in the directory `path` may take: those that are free on its disk, and those of an earlier
-    run's there, which new ones replace."""
-    there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
-    before = (each for each in path.rglob("*") if each.is_file()) if there == path else ()
-    return shutil.disk_usage(there).free + sum(512 * each.stat().st_blocks for each in before)
+    run's there, which new ones replace, whatever else lies in it."""
+    there, room = next(each for each in (path, *path.absolute().parents) if each.is_dir()), 0
+    for each in iglob("rank-*/*", root_dir=path):
+        with suppress(FileNotFoundError):  # its run has just ended
+            room += 512 * (path / each).stat().st_blocks
+    return shutil.disk_usage(there).free + room
 
 
 class Disk:
