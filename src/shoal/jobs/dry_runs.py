@@ -76,7 +76,7 @@ class DryRuns:
         self._proofs: dict[str, bool] = {}
 
     def under(self, settled: Settled) -> DryRuns:
-        """Those for the same job with another plan and microbatch; what is known of either is known of both."""
+        """Returns those for the same job with another plan and microbatch; what is known of either is known of both."""
         found = copy(self)
         found._microbatch = microbatches_of(settled.job)[0]
         return found

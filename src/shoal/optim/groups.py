@@ -76,7 +76,8 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
                 return factory(groups)  # which the first gradient of a parameter does not have
             fused.register_step_pre_hook(_begin_momentum)
         return fused
-    optimizer = _of_matrices(factory, groups) or factory(groups)
+    _check_matrices(factory, groups)
+    optimizer = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer gave a {type(optimizer).__name__}, not a torch.optim.Optimizer: "
@@ -91,22 +92,17 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> t
     return optimizer
 
 
-def _of_matrices(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """The optimizer of a factory of torch's Muon; None of another one. Raises UserError where there is more than
-    matrices, such as the biases and norms of most models."""
+def _check_matrices(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> None:
+    """Raises UserError where torch's Muon is given more than matrices, such as the biases and norms of most models."""
     if getattr(factory, "func", factory) is not torch.optim.Muon:
-        return None
-    try:
-        return factory(groups)
-    except ValueError as error:
-        shapes = [tuple(each.shape) for group in groups for each in group["params"] if each.dim() != 2]
-        if not shapes:
-            raise
+        return
+    shapes = [tuple(each.shape) for group in groups for each in group["params"] if each.dim() != 2]
+    if shapes:
         raise UserError(
             f"optimizer: torch's Muon takes matrices alone, and {len(shapes)} parameters are none, such as one of "
             f"shape {shapes[0]}: give a factory of an optimizer of your own that updates those another way, or train "
             "matrices alone (requires_grad_(False) of the others)"
-        ) from error
+        )
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:

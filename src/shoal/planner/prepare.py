@@ -130,8 +130,9 @@ def _line_of(error: BaseException) -> str:
 
 def _own_line_of(error: BaseException) -> str:
     """The last file and line on the way to `error` that are of no library; where there are none, those of one."""
-    libraries = (*_folders(torch, errors), *(get_paths()[name] for name in ("purelib", "platlib", "stdlib")))
-    own = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith((*libraries, "<frozen"))]
+    libraries = (*_folders(torch, errors), get_paths()["purelib"], get_paths()["platlib"])
+    frames = extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith(libraries) and not _python(each)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else _line_of(error)
 
 
