@@ -18,7 +18,8 @@ from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm, from_config
 from shoal.models.experts import Experts
 from shoal.parallel.expert import Dispatch, Dispatched, mixtures
-from shoal.parallel.expert.mixtures import nearly
+from shoal.parallel.expert.counts import ExpertCounts
+from shoal.parallel.expert.mixtures import Mixture, nearly
 from shoal.parallel.tensor.layers import become
 from tests.parity.cases import ADAMW, CASES, arguments, derivatives_of, engine
 from tests.pool import run_ranks
@@ -102,6 +103,32 @@ def maps(world) -> None:
 
 def test_rows_are_dealt_out_linearly():
     run_ranks(maps, 2)
+
+
+class Given(nn.Module):
+    """Stands for somebody's experts."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pairs_are_counted_as_experts_are_given_them(dtype: torch.dtype) -> None:
+    """The number of experts stands for a pair that was dropped; forwards in evaluation are not counted."""
+    own, other = Given(), Given()
+    found = [Mixture(name, each, None, E) for name, each in (("own", own), ("other", other))]
+    counts = ExpertCounts([], found, {own, other}, torch.device("cpu"))
+    x, index, _ = tokens(0)
+    index[0, 0] = E
+    own(x, index.to(dtype))
+    own(x, index=index.to(dtype))
+    own.eval()(x, index.to(dtype))
+    expected = 2 * torch.bincount(index.flatten(), minlength=E + 1)
+    row = counts.row()
+    assert row.tolist() == [*expected.tolist(), *(E + 1) * [0]]
+    assert [each.tolist() for each in counts.read(row)] == [expected.tolist(), (E + 1) * [0]]
+    counts.begin()
+    assert not counts.row().any()
 
 
 def test_mixtures_are_found_in_our_models_and_others():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Group
-from shoal.models.moe import Router, Routing, counted
+from shoal.models.moe import Router, Routing
 from shoal.parallel.expert.mixtures import Mixture
 
 
@@ -87,19 +87,23 @@ class ExpertCounts:
             self._muted = before
 
     def _routed(self, place: int, module: nn.Module, _: Any, routing: Routing) -> None:
-        self._count(place, module, routing.chosen, (routing.experts == self._layers[place][1]).sum())
+        self._count(place, module, routing.chosen, routing.experts)
 
     def _asked(self, place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         chosen = next((each for each in given if not (each.is_floating_point() or each.dtype == torch.bool)), None)
         if chosen is not None:
-            self._count(place, module, chosen, (chosen == self._layers[place][1]).sum())
+            self._count(place, module, chosen)
 
     @torch.compiler.disable
     @torch.no_grad()
-    def _count(self, place: int, module: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
+    def _count(self, place: int, module: nn.Module, chosen: Tensor, left: Tensor | None = None) -> None:
+        """Counts the pairs of a forward by expert. `left`: what is left of `chosen`, the number of experts in place of
+        those dropped; None: `chosen` is."""
         again = torch._C._current_graph_task_id() != -1  # a forward that backward runs again
         if self._muted or again or not module.training or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        number = self._layers[place][1]
-        self._counts[place].add_(torch.cat([counted(chosen.flatten(), number + 1)[:number], dropped[None]]))
+        pairs = chosen.flatten().long()
+        self._counts[place].scatter_add_(0, pairs, torch.ones_like(pairs))  # the number of experts is that of dropped
+        if left is not None:
+            self._counts[place][-1] += (left == self._layers[place][1]).sum()
