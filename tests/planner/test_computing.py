@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from shoal.planner.costs import MET, SELECTED
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import (
     HANDED,
+    IDLE,
     MESSAGE,
     MICROBATCH,
     STEP,
@@ -18,6 +20,7 @@ from shoal.planner.exchanges import (
     STEP_TENSOR,
     WATCHED,
     WATCHED_EACH,
+    agreed,
     chunks,
 )
 from shoal.planner.profile import Cut
@@ -100,6 +103,34 @@ def test_an_update_takes_python_of_cores_for_each_parameter_that_a_rank_updates(
         on = replace(asked.cluster, hosts=(replace(host, device=device),) * 2)
         taken.append(Search(replace(asked, cluster=on)).estimate(choice).terms["optimizer"])
     assert taken[1] - taken[0] == pytest.approx(STEP_TENSOR * 25 / owners * 1e-3)
+
+
+@pytest.mark.parametrize(("spread", "share"), [(Spread(copies=8), 1.0), (Spread(stages=4, copies=2), 0.0)])
+@pytest.mark.parametrize("number", [1, 4])
+def test_replicas_that_share_cores_wait_for_each_other_once_a_step(spread, share, number):
+    """By the root of what a rank computes, in as many steps' microbatches; stages have their schedule's waiting."""
+    asked = task(rows=number * spread.copies)
+    host, choice = asked.cluster.hosts[0], Choice(spread, 1)
+    others = list[float]()
+    for crowd in (1.0, 2.0):
+        device = replace(host.device, launch=0.0, on_host=True, crowd=crowd)
+        on = replace(asked.cluster, hosts=(replace(host, device=device),) * 2)
+        search = Search(replace(asked, cluster=on))
+        others.append(search.estimate(choice).terms["other"])
+    computing = number * math.fsum(each.forward + each.backward for each in search.lane(choice).works)
+    assert others[1] - others[0] == pytest.approx(share * IDLE * math.sqrt(computing))
+    again = search.estimate(choice._replace(recompute="full")).terms
+    assert again["other"] == others[1], "what is computed again is between the same two meetings"
+
+
+@pytest.mark.parametrize(("spread", "slower"), [(Spread(copies=8, experts=2), 1.0), (Spread(copies=8), 1.5)])
+def test_what_ranks_wait_for_each_other_is_not_counted_twice(spread, slower):
+    """Calls of experts count it, and so does what a compared run has taught of computing."""
+    host = task().cluster.hosts[0]
+    device = replace(host.device, launch=0.0, on_host=True, crowd=2.0, slower=slower)
+    prices = Search(replace(task(), cluster=replace(task().cluster, hosts=(replace(host, device=device),) * 2))).prices
+    found = [agreed(prices, Choice(spread, 1), 1, computing) for computing in (0.0, 1.0)]
+    assert found[0] == found[1] > 0
 
 
 def on_cores(asked: Task, cold: float) -> Search:
