@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from itertools import combinations, combinations_with_replacement
+from itertools import accumulate, combinations, combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -263,6 +263,22 @@ def test_more_is_never_slower() -> None:
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     seconds = [search(task(on=cluster(between=rate))).best[0].seconds for rate in (1e8, 1e9, 1e10, 1e11)]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    seconds = [search(task(on=cluster(1, 8, inside=rate))).best[0].seconds for rate in (1e8, 1e9, 1e10, 1e11)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
+def test_the_fullest_rank_is_run_dry_wherever_it_is() -> None:
+    """Of eight stages one of those between keeps more for backward than all others together."""
+    plain = model(16)
+    parts = list(plain.parts)
+    parts[11] = replace(parts[11], kind="wide", saved=Cut(GIB, {}))
+    asked = Search(task(replace(plain, parts=tuple(parts)), cluster(memory=99 * GIB)))
+    found = asked.estimate(Choice(Spread(stages=8), 1))
+    before = [0, *accumulate(found.choice.stages)]  # blocks, of which the wide one is the eleventh
+    assert before[found.fullest] <= 10 < before[found.fullest + 1]
+    assert found.places == [0, 1, found.fullest, 7] and found.fullest not in (0, 1, 7)
+    assert Search(task(plain)).estimate(Choice(Spread(stages=8), 1)).places == [0, 1, 7]
+    assert Search(task(plain)).estimate(Choice(Spread(copies=8), 1)).places == [0]
 
 
 def moving(memory: int, to_host: float) -> Task:

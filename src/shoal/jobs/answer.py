@@ -24,7 +24,7 @@ from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, Ways, ways
+from shoal.planner.degrees import Ways, ways
 from shoal.planner.kept_profiles import kept
 from shoal.planner.layers import Layers
 from shoal.planner.pins import check_traced
@@ -226,7 +226,7 @@ def looks(settled: Settled) -> Callable[[Task, Estimate], tuple[tuple[Settled, t
         nonlocal runs
         forecast = forecast_of(own, task, runs)
         runs = forecast.runs
-        predictions = tuple(dry(forecast, own.job.plan))
+        predictions = tuple(forecast.of(own.job.plan, estimate.places))
         return (own, predictions), lacking_most(predictions, task.usable)
 
     return look
@@ -248,9 +248,3 @@ def forecast_of(settled: Settled, task: Task, known: DryRuns | None = None) -> F
     ranks = min(cluster.per_host, plan.size)
     machine = Machine(memory, None if on_host else cluster.memory, ranks, cluster.is_here)
     return Forecast(settled, machine, 0, known)
-
-
-def dry(forecast: Forecast, plan: Plan) -> list[Prediction]:
-    """Predictions for the ranks of a pipeline that are the fullest: the first two and the last; without stages one."""
-    last = Spread.of(plan).stages - 1
-    return forecast.of(plan, sorted({0, min(1, last), last}))

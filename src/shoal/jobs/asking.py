@@ -13,7 +13,7 @@ from shoal import units
 from shoal.comm import Reaches, World
 from shoal.device import any_device
 from shoal.errors import UserError, in_section
-from shoal.jobs.answer import Chosen, dry, forecast_of, task_of
+from shoal.jobs.answer import Chosen, forecast_of, task_of
 from shoal.jobs.automatic import pinned
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, under
 from shoal.jobs.gain import SHARE
@@ -117,7 +117,7 @@ def _trials(settled: Settled, chosen: Chosen) -> Trials:
         if len(plans) < job.auto.measure and plan not in (each for each, _ in plans):
             with suppress(UserError):  # what a dry run refuses is not tried
                 forecast = forecast_of(under(settled, plan, rows), task, runs)
-                runs, predictions = forecast.runs, dry(forecast, plan)
+                runs, predictions = forecast.runs, forecast.of(plan, estimate.places)
                 if not any(each.lacking(task.usable) for each in predictions):
                     plans.append((plan, estimate.seconds))
     return of_candidates(key_of(job, settled.origins, pinned(job, settled.origins), task.cluster.size), rows, plans)

@@ -27,7 +27,7 @@ from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.confirm import confirm
-from shoal.planner.degrees import Spread, ways
+from shoal.planner.degrees import ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
 from shoal.planner.measure import groups_of, here
 from shoal.planner.pins import check_pins, check_traced
@@ -165,15 +165,15 @@ def _confirmed(task: Task, subject: Subject, optimizer: OptimizerFactory) -> tup
 
 
 def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Plan, estimate: Estimate) -> str:
-    """Why a plan does not go, by dry runs of its first, second and last ranks along the pipeline; "" if it does.
-    Raises UserError for one that the engine refuses."""
-    cluster, last = task.cluster, Spread.of(plan).stages - 1
+    """Why a plan does not go, by dry runs of some ranks along its pipeline (`Estimate.places`); "" if it does. Raises
+    UserError for one that the engine refuses."""
+    cluster = task.cluster
     on_host = cluster.hosts[0].device.on_host
     ranks = min(cluster.per_host, plan.size)
     memory = min(host.memory for host in cluster.hosts)
     machine = Machine(memory, None if on_host else cluster.memory, ranks, cluster.is_here)
     own = replace(subject, microbatch=estimate.choice.microbatch, plan=plan)
-    recorded = _recorded(own, sorted({0, min(1, last), last}))
+    recorded = _recorded(own, estimate.places)
     asked = optimizer, plan, subject.precision, machine, estimate.microbatches
     return lacking_most((predict(each, *asked) for each in recorded), task.usable)
 

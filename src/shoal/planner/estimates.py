@@ -153,7 +153,7 @@ class Estimates(Recomputed):
         device, host, disk = fullest.device, fullest.host, fullest.disk
         return Estimate(
             chosen, terms, device, host, disk, wire, number, again, stages,
-            forward=forward, backward=backward, moving=last.moving,
+            forward=forward, backward=backward, moving=last.moving, fullest=fullest.rank,
         )  # fmt: skip
 
     def _last(self, begun: Begun, found: Beside) -> Beside:
@@ -227,7 +227,8 @@ class Estimates(Recomputed):
         stays = choice.on_device
         device = {**self._stands(choice, rank).by_role, "activations": stays * kept + whole}
         own = self._own(choice.spread, lane.stages, rank)
-        return held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
+        found = held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
+        return found._replace(rank=rank)
 
     def _option(self, lane: Lane, counts: list[Counts]) -> Option:
         """The plan's `recompute`."""

@@ -23,6 +23,7 @@ class Held(NamedTuple):
     - `again`: the share of the weights that comes to the device in each pass but the first; `stays`: the share of the
       state that lies on the device for good
     - `paged`: the share of masters and optimizer state that lies on the disk
+    - `rank`: its place along the pipeline
     """
 
     device: dict[str, float]
@@ -31,6 +32,7 @@ class Held(NamedTuple):
     again: float = 1.0
     stays: float = 1.0
     paged: float = 0.0
+    rank: int = 0
 
     @property
     def bytes(self) -> float:

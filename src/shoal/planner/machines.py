@@ -15,7 +15,7 @@ B200_SHEET = "nvidia.com: DGX B200 (1,440 GB and 64 TB/s for eight), dense figur
 L40S_SHEET = "nvidia.com: L40S datasheet (48 GB, 864 GB/s, PCIe Gen4)"
 A910B_SOURCE = (
     "no datasheet is public; FP16 320 TFLOPS and 64 GB as reported (boardor.com/blog/huawei-ascend-910b-outperforms-"
-    "h20-910c-approaches-h100); bandwidth and links assumed as the A100's and half of its NVLink"
+    "h20-910c-approaches-h100); fp32, bandwidth, links and watts are assumed"
 )
 
 MACHINES: dict[str, Host] = {
@@ -50,8 +50,9 @@ MACHINES: dict[str, Host] = {
         8, Link(12e-6, 150e9 * 0.8), 1536 * GIB, 25e9, disk=6e9, watts=310,
     ),
 }  # fmt: skip
-"""Hosts of eight. Links inside are half of the published two-way NVLink (or PCIe) rate, times 0.8 for what collectives
-reach of it."""
+"""Hosts of eight. Links inside are half of the published two-way NVLink rate, times 0.8 for what collectives reach of
+it (0.7 of PCIe's); their latency, the host's memory and disk, and what reaches the host (half of PCIe's two ways) are
+those of usual hosts, assumed. None has a price: that is what the user pays (`price` of a cluster file)."""
 
 BETWEEN = Link(15e-6, 50e9 * 0.8)
 """One network port of 400 Gb/s for each device, as in DGX H100 and B200, times 0.8."""

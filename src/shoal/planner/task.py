@@ -229,7 +229,8 @@ class Estimate:
     ranks divide; `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated
     in each way, and `stages`: what a microbatch takes of it; `message`: seconds of one between two. `forward`,
     `backward`: the parts of computing that forwards are, and backwards but for what they compute again and what halves
-    of them take beside; `moving`: seconds in which something travels to the host and back, hidden or not."""
+    of them take beside; `moving`: seconds in which something travels to the host and back, hidden or not; `fullest`:
+    the place along the pipeline of the fullest rank."""
 
     choice: Choice
     terms: Mapping[str, float]
@@ -244,6 +245,13 @@ class Estimate:
     forward: float = 0.0
     backward: float = 0.0
     moving: float = 0.0
+    fullest: int = 0
+
+    @property
+    def places(self) -> list[int]:
+        """The ranks along the pipeline whose memory dry runs confirm: the first two, the last, and the fullest."""
+        last = self.choice.spread.stages - 1
+        return sorted({0, min(1, last), last, self.fullest})
 
     @property
     def seconds(self) -> float:
