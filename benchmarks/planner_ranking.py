@@ -10,8 +10,9 @@ after round, each in all rounds. Before each round the ranks measure anew what t
 model itself), since a machine that is shared takes twice as long in one minute as in the next. A plan's figures are
 medians over the rounds: of the mean step of a turn, of two seconds at least, and of what is predicted. Each set is also
 judged under a budget of memory, by the plans that fit half of what the largest one needs. By how much the step of the
-chosen is off is the median over `--pairs` turns of that plan, each beside what is predicted from measurements right
-before and right after it. `--seconds` is divided among the sets: rounds that do not fit are left out, but for two.
+chosen is off is the median over `--pairs` turns of that plan, of five seconds, each beside what is predicted from
+measurements right before and right after it. `--seconds` is divided among the sets: rounds that do not fit are left
+out, but for two.
 
 A job with `plan.measure = 3` runs three plans for a few steps each before it goes on with the quickest. What it would
 choose is judged beside the first by prediction: of the first three that have its microbatch (trials of a run all have
@@ -52,8 +53,9 @@ from shoal.toml import plan_text
 REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
 TRIED = 3
 """Plans that a run with `plan.measure` of so many tries."""
-LEAST = 2.0
-"""Seconds of steps that a turn of a plan has at least: of a step of 30 ms more are run than of one of 500."""
+LEAST, PAIRED = 2.0, 5.0
+"""Seconds of steps that a turn of a plan has at least, in a round and in a pair: of a step of 30 ms more are run than
+of one of 500. The kernel brings pages to a disk every five seconds."""
 MEASURED = 3
 """Measurements before the first round, whose first plans are run."""
 BUDGETS = {"": 1.0, " in half the memory": 0.5}
@@ -124,10 +126,10 @@ def step_of(answers: Sequence[Sequence[float]]) -> float:
     return statistics.fmean(statistics.fmean(of_a_rank) for of_a_rank in answers)
 
 
-def turn(name: str, group: ProcessGroup, estimate: Estimate, steps: int) -> list[Any]:
-    """What each rank says of a turn of the plan (`planner_plans.run`): of so many steps, or of those of LEAST seconds
+def turn(name: str, group: ProcessGroup, estimate: Estimate, steps: int, least: float = LEAST) -> list[Any]:
+    """What each rank says of a turn of the plan (`planner_plans.run`): of so many steps, or of those of `least` seconds
     if these are more."""
-    choice, enough = estimate.choice, math.ceil(LEAST / estimate.seconds)
+    choice, enough = estimate.choice, math.ceil(least / estimate.seconds)
     plan = choice.plan(MODELS[name].pins).to_dict()
     return group.call(partial(run, name, plan, choice.microbatch, max(steps, enough)))
 
@@ -168,7 +170,7 @@ def steps_off(name: str, group: ProcessGroup, choice: Choice, pairs: int, steps:
 
     off, before = [], now()
     for _ in range(pairs):
-        taken = step_of(turn(name, group, before, steps))
+        taken = step_of(turn(name, group, before, steps, PAIRED))
         after = now()
         off.append(1e3 * (before.seconds + after.seconds) / 2 / taken - 1)
         before = after
