@@ -61,11 +61,16 @@ def traced(name: str) -> tuple[Profile, dict[str, Any]]:
     return deepened(profile(subject, ways({}, 2)), blocks, SHALLOW - 1), model.values
 
 
-def asked(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, Any]]) -> dict[str, Any]:
-    """Searches, and returns what was found."""
+def task_of(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, Any]]) -> Task:
+    """What is asked; `found`: what `traced` returned."""
     cluster = cluster_of(machine, MACHINES, BETWEEN)
     legal = legal_degrees(found[1], found[0], MODELS[name][2], cluster.per_host)
-    task = Task(found[0], cluster, rows, published.ADAMW, legal=legal)
+    return Task(found[0], cluster, rows, published.ADAMW, legal=legal)
+
+
+def asked(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, Any]]) -> dict[str, Any]:
+    """Searches, and returns what was found."""
+    task = task_of(name, machine, rows, found)
     began = time.process_time()
     answer = search(task)
     seconds = time.process_time() - began
@@ -89,10 +94,7 @@ def asked(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, An
 
 def predicted() -> list[dict[str, Any]]:
     """What is predicted of the published rows."""
-    profiles = {
-        name: published.traced(model, ("parts",) if name.startswith("gpt-") else ())
-        for name, model in published.MODELS.items()
-    }
+    profiles = {name: published.traced(model, published.ways_of(name)) for name, model in published.MODELS.items()}
     rows = []
     for row in published.ROWS:
         estimate, rate = published.estimated(row, profiles[row.model])

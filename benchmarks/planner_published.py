@@ -193,6 +193,11 @@ def traced(model: Model, ways: tuple[str, ...] = ()) -> Profile:
     return deepened(profile(subject, dict.fromkeys(ways, (2,))), model.blocks, SHALLOW - 1)
 
 
+def ways_of(name: str) -> tuple[str, ...]:
+    """How ranks of a model's rows divide it."""
+    return ("parts",) * any(row.choice.spread.parts > 1 for row in ROWS if row.model == name)
+
+
 def left_out(model: Model) -> tuple[float, float]:
     """Of a Llama's block, operations and bytes of results of a token that torchtitan's selective recompute does not
     keep: those of every second product, which are the keys', attention's output and one of the MLP's first two."""

@@ -9,8 +9,19 @@ from functools import cache, partial
 
 import pytest
 
+from benchmarks import planner
 from benchmarks.planner import mean_errors
-from benchmarks.planner_published import MEGATRON, MODELS, ROWS, Published, as_there, estimated, task_of, traced
+from benchmarks.planner_published import (
+    MEGATRON,
+    MODELS,
+    ROWS,
+    Published,
+    as_there,
+    estimated,
+    task_of,
+    traced,
+    ways_of,
+)
 from benchmarks.planner_ranking import spearman, thinned
 from shoal.planner.degrees import Spread
 from shoal.planner.profile import Profile
@@ -20,7 +31,7 @@ from shoal.planner.task import Choice, Estimate
 
 @cache
 def profile_of(name: str) -> Profile:
-    return traced(MODELS[name], ("parts",) if name.startswith("gpt-") else ())
+    return traced(MODELS[name], ways_of(name))
 
 
 QUICK = ("mpt-1b", "gpt-175b")
@@ -45,6 +56,32 @@ def test_the_search_is_not_slower_than_a_published_plan(row: Published) -> None:
     best = search(task_of(row, found, limit=max(task.most, by_hand.bytes))).best[0]
     assert best.seconds <= by_hand.seconds * (1 + 1e-9)
     assert abs(row.rate / rate - 1) < 0.25
+
+
+def megatron(copies: int) -> Choice:
+    """As NVIDIA trains Llama-70B on 64 to 2,048 H100 (github.com/NVIDIA/dgxc-benchmarking, llama3.1/README_70b.md)."""
+    return Choice(Spread(4, copies, 2, 4, ring=True), 1, 1, schedule="interleaved", chunks=5)
+
+
+BY_HAND = [
+    ("llama-70b", "h100x16", 64, Choice(Spread(stages=2, parts=8), 1, 1)),
+    ("llama-70b", "h100x1024", 1024, megatron(32)),
+    ("llama-70b", "h100x16384", 4096, megatron(512)),
+    ("deepseek-v3", "h100x2048", 4096, Choice(Spread(stages=16, copies=128, experts=64), 1, 1)),
+]
+"""Plans of models that are asked for on clusters: of DeepSeek-V3 the degrees of arXiv 2412.19437, section 3.2."""
+whole = cache(planner.traced)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "machine", "rows", "choice"), BY_HAND)
+def test_the_search_is_not_slower_than_a_plan_made_by_hand(name: str, machine: str, rows: int, choice: Choice) -> None:
+    task = planner.task_of(name, machine, rows, whole(name))
+    by_hand = Search(replace(task, limit=math.inf))
+    taken = by_hand.simulated(by_hand.estimate(choice))
+    schedules = (*task.schedules, (choice.schedule, choice.chunks))
+    best = search(replace(task, limit=max(task.most, taken.bytes), schedules=schedules)).best[0]
+    assert 0 < best.seconds <= taken.seconds * (1 + 1e-9)
 
 
 def test_blocks_of_a_published_row_end_as_their_system_ends_them() -> None:
