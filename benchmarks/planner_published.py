@@ -6,12 +6,17 @@ FSDP FULL_SHARD; "True" of activation checkpointing is every block. A100 hosts a
 Llama on A100: github.com/pytorch/torchtitan, docs/performance.md (64 A100 of 80 GB, FSDP2). Llama on H100:
 benchmarks/llama3_h100_202412_torchtitan.md (H100 of 96 GB at 2.4 TB/s and 500 W). GPT: Narayanan et al. 2021,
 arXiv 2104.04473, table 2, PTD parallelism: tensor parallel in hosts, pipelines, microbatches of one row, all blocks
-computed again; its teraFLOP/s are turned into tokens by its own formula (3).
+computed again; its teraFLOP/s are turned into tokens by its own formula (3). NeMo, which is Megatron Core, on DGX H100:
+github.com/NVIDIA/dgxc-benchmarking, seconds of a step in bf16 of llama3.1/README_8b.md, _70b and _405b (24.09),
+nemotron/README_15b.md and _340b (24.11), nemo_megatron/README_175b.md; what these do not say in the configurations that
+they name, of github.com/NVIDIA/NeMo-Framework-Launcher: nothing is computed again, the optimizer's state is divided,
+ranks that divide matrices divide tokens between them, and what they and stages send goes on beside products.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +39,7 @@ ADAMW = Numbers(torch.bfloat16, 2, 4, 4, 8)
 FOUNDRY = "llm-foundry"
 TITAN = "torchtitan"
 MEGATRON = "arXiv 2104.04473"
+NEMO = "NeMo"
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,13 @@ def llama(blocks: int, width: int, inner: int, heads: int, shared: int, vocabula
     return Model({"name": "hf", "config": config}, blocks, tokens)
 
 
+def nemotron(blocks: int, width: int, heads: int) -> Model:
+    """A Nemotron of transformers: eight heads of keys, squared ReLU, an MLP four times as wide."""
+    config = {"model_type": "nemotron", "vocab_size": 256000, "hidden_size": width, "intermediate_size": 4 * width,
+              "num_attention_heads": heads, "num_key_value_heads": 8, "max_position_embeddings": 4096}  # fmt: skip
+    return Model({"name": "hf", "config": config}, blocks, 4096)
+
+
 MODELS = {
     "mpt-1b": gpt(24, 2048, 16, 1315950592),
     "mpt-3b": gpt(32, 2560, 20, 2651837440),
@@ -73,6 +86,9 @@ MODELS = {
     "llama3-70b": llama(80, 8192, 28672, 64, 8, 128256, 8192),
     "llama2-13b": llama(40, 5120, 13824, 40, 40, 32000, 4096),
     "llama2-70b": llama(80, 8192, 28672, 64, 8, 32000, 4096),
+    "llama3-405b": llama(126, 16384, 53248, 128, 16, 128256, 8192),
+    "nemotron-15b": nemotron(32, 6144, 48),
+    "nemotron-340b": nemotron(96, 18432, 96),
 }
 
 
@@ -92,7 +108,8 @@ class Published:
     @property
     def name(self) -> str:
         """Says the row in short."""
-        return f"{self.model} on {self.devices} {self.machine}{', compiled' * self.choice.compile}"
+        compiled = self.choice.compile and self.source != NEMO
+        return f"{self.model} on {self.devices} {self.machine}{', compiled' * compiled}"
 
 
 def sharded(source: str, model: str, machine: str, *row: Any, compiled: bool = False) -> Published:
@@ -111,6 +128,24 @@ def piped(model: str, devices: int, rows: int, stages: int, teraflops: float) ->
     spread = Spread(stages=stages, copies=devices // (8 * stages), parts=8)
     choice = Choice(spread, 1, 0, None, "full")
     return Published(MEGATRON, model, "a100", devices, rows, choice, 1e12 * teraflops / of_a_token)
+
+
+def nemo(
+    model: str, degrees: Sequence[int], microbatch: int, least: tuple[int, int], *seconds: float
+) -> list[Published]:
+    """Rows of NeMo, whose kernels are as fused as a compiler's. `degrees`: stages, ranks that divide each matrix, ranks
+    that divide a row, and stages of a rank; `least`: devices of the first row, and rows of its batch; `seconds`: of a
+    step, of which each has twice as many."""
+    stages, parts, tokens, chunks = degrees
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    found = []
+    for place, taken in enumerate(seconds):
+        devices, rows = (2**place * number for number in least)
+        spread = Spread(stages, devices // (stages * parts * tokens), tokens, parts, ring=tokens > 1)
+        choice = Choice(spread, microbatch, 1, schedule=schedule, chunks=chunks, compile=True)
+        rate = rows * MODELS[model].tokens / taken / devices
+        found.append(Published(NEMO, model, "h100-dgx", devices, rows, choice, rate))
+    return found
 
 
 F, N, S = "full", "none", "selective"
@@ -162,9 +197,20 @@ ROWS = (
     piped("gpt-175b", 384, 1536, 12, 153), piped("gpt-175b", 768, 1536, 12, 149),
     piped("gpt-175b", 1536, 1536, 12, 141), piped("gpt-530b", 560, 2240, 35, 171),
     piped("gpt-530b", 1120, 2240, 35, 167), piped("gpt-530b", 2240, 2240, 35, 159),
+    *nemo("gpt-175b", (8, 4, 1, 12), 1, (128, 256), 8.309, 8.408, 8.42, 8.453, 8.49),
+    *nemo("nemotron-15b", (1, 4, 1, 1), 4, (16, 64), 2.812, 2.824, 2.845, 2.859, 2.852, 2.875, 2.895, 2.887),
+    *nemo("nemotron-340b", (8, 8, 1, 12), 1, (128, 32), 4.61, 4.67, 4.7, 4.73, 4.84),
+    *nemo("llama3-8b", (1, 1, 2, 1), 1, (8, 128), 12.91, 13.00, 13.05, 13.08, 13.10),
+    *nemo("llama3-70b", (4, 4, 2, 5), 1, (64, 128), 14.72, 14.73, 14.8, 14.89, 14.92, 14.98),
+    *nemo("llama3-405b", (9, 8, 2, 7), 1, (576, 252), 17.20, 17.52, 17.62),
 )  # fmt: skip
 """All rows."""
 
+EXPOSED = 0.2
+"""The share of what ranks of NeMo send inside of a model that is not hidden by products. Assumed, as of other overlap
+on an accelerator."""
+REACHES = 0.8
+"""The share of the peak that products of NeMo reach on DGX H100, such that its rows come out right on average."""
 PORT = Link(15e-6, 25e9 * 0.8)
 """One port of 200 Gb/s for each A100, as in DGX A100 and where MPT was measured, times 0.8."""
 
@@ -177,6 +223,7 @@ def machine_of(row: Published) -> Cluster:
     changed: dict[str, Any] = {
         "40": {"memory": 40 * 10**9, "bandwidth": 1.555e12},
         "96": {"memory": 96 * 10**9, "bandwidth": 2.4e12},
+        "dgx": {"reaches": REACHES},
     }.get(memory, {})
     if memory == "96":
         changed["flops"] = {name: (500 / 700) ** (1 / 3) * rate for name, rate in cluster.hosts[0].device.flops.items()}
@@ -195,7 +242,8 @@ def traced(model: Model, ways: tuple[str, ...] = ()) -> Profile:
 
 def ways_of(name: str) -> tuple[str, ...]:
     """How ranks of a model's rows divide it."""
-    return ("parts",) * any(row.choice.spread.parts > 1 for row in ROWS if row.model == name)
+    spreads = [row.choice.spread for row in ROWS if row.model == name]
+    return ("parts",) * any(each.parts > 1 for each in spreads) + ("ring",) * any(each.ring for each in spreads)
 
 
 def left_out(model: Model) -> tuple[float, float]:
@@ -208,13 +256,19 @@ def left_out(model: Model) -> tuple[float, float]:
 
 
 def as_there(row: Published, found: Profile) -> Profile:
-    """The profile as the system of a row recomputes: Megatron's runs blocks to their end, and torchtitan's selective
-    keeps less."""
+    """The profile as the system of a row has it: recompute of Megatron runs blocks to their end, selective recompute of
+    torchtitan keeps less; ranks of NeMo that divide matrices divide all else of a block, too, and most of what they
+    send goes on beside products."""
     model = MODELS[row.model]
 
     def changed(part: PartProfile) -> PartProfile:
         if row.source == MEGATRON:
             return replace(part, spared=0.0)
+        if row.source == NEMO:
+            sent = tuple(replace(each, payload=EXPOSED * each.payload) for each in part.messages)
+            fused = Cut(part.fused.value, {**part.fused.shares, "parts": 1.0})
+            boundary = replace(part.boundary, value=EXPOSED * part.boundary.value)
+            return replace(part, messages=sent, fused=fused, boundary=boundary)
         if row.source == TITAN and row.choice.recompute == "selective" and part.is_block:
             less = left_out(model)[1] * model.tokens
             return replace(part, results=Cut(part.results.value - less, part.results.shares))
@@ -225,9 +279,14 @@ def as_there(row: Published, found: Profile) -> Profile:
 
 def task_of(row: Published, found: Profile, **others: Any) -> Task:
     """What the planner is asked of a row."""
-    legal = {"parts": 8} if row.choice.spread.parts > 1 else {}
-    compiled = row.choice.compile
-    return Task(as_there(row, found), machine_of(row), row.rows, ADAMW, legal=legal, compiled=compiled, **others)
+    spread = row.choice.spread
+    legal = {"parts": 8 if spread.parts > 1 else 1, "tokens": spread.tokens, "ring": spread.tokens}
+    compiled, chunks = row.choice.compile, row.choice.chunks
+    schedules = (*Task.schedules, (row.choice.schedule, chunks)) if chunks > 1 else Task.schedules
+    return Task(
+        as_there(row, found), machine_of(row), row.rows, ADAMW, legal=legal, compiled=compiled, schedules=schedules,
+        **others,
+    )  # fmt: skip
 
 
 def estimated(row: Published, found: Profile) -> tuple[Estimate, float]:

@@ -105,7 +105,7 @@ def test_ranks_agree_by_as_many_calls_as_are_counted(name, plan):
     host = replace(cluster.hosts[0], inside=steps, device=replace(cluster.hosts[0].device, launch=0.0))
     task = Task(traced, replace(cluster, hosts=(host,), between=steps), 8, numbers_of(numbers, sgd))
     spread = Spread(copies=whole.dp, parts=whole.tp, stages=whole.pp)
-    counted = agreed(Search(task).prices, Choice(spread, 4, zero=whole.zero), 1)
+    counted = agreed(Search(task).prices, Choice(spread, 4, zero=whole.zero), 1, computing=0.0)
     traffic = sent_in_a_step(model, whole, row, global_batch=8, microbatch=4, clip=1.0)
     agreeing = [(flow, of.calls) for flow, of in traffic.items() if flow.purpose in BALLOTS]
     assert counted == sum(ROUNDS[flow.operation] * calls for flow, calls in agreeing) > 0
