@@ -116,20 +116,20 @@ def ran(name: str) -> tuple[Ran, ...]:
     return run_together(_world, subject_of(name), MODELS[name].rows, _fixed(name))
 
 
-def run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[float] | str:
-    """Trains for some steps under a plan; milliseconds of each but the first ones, from the end of the one before to
-    its own, as a job runs them; or why the engine refuses it.
+def run(name: str, plan: dict[str, Any], microbatch: int, steps: int, settle: int = SETTLE) -> list[float] | str:
+    """Trains for some steps under a plan; milliseconds of each but the first and `settle` more, from the end of the one
+    before to its own, as a job runs them; or why the engine refuses it.
 
     Those whose number is a power of two are left out: in them an engine looks at what forwards write (training/intact,
     module/buffers), ever more rarely, which takes a third of a Mixtral's step. Of a job they are next to none; of the
     few steps of a turn two."""
     try:
-        return _run(name, plan, microbatch, steps)
+        return _run(name, plan, microbatch, steps, settle)
     except UserError as error:
         return str(error)
 
 
-def _run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[float]:
+def _run(name: str, plan: dict[str, Any], microbatch: int, steps: int, settle: int) -> list[float]:
     assert _world is not None
     if name not in _models:
         _models[name] = build(MODELS[name].table), samples(name)
@@ -139,13 +139,13 @@ def _run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[f
         model.factory, model.loss, ADAMW, Plan.from_dict(plan), global_batch=rows, microbatch=microbatch, world=_world
     )
     ends = []
-    for batch in engine.batches(data, steps=steps + SETTLE + 1):
+    for batch in engine.batches(data, steps=steps + settle + 1):
         engine.step(batch)
         ends.append(time.perf_counter())
     engine.settle()
     engine.close()
     taken = {number: 1e3 * (end - began) for number, (began, end) in enumerate(pairwise(ends), 2)}
-    return [each for number, each in taken.items() if number > SETTLE + 1 and number & (number - 1)]
+    return [each for number, each in taken.items() if number > settle + 1 and number & (number - 1)]
 
 
 def subject_of(name: str) -> Subject:
