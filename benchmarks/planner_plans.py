@@ -120,9 +120,10 @@ def run(name: str, plan: dict[str, Any], microbatch: int, steps: int, settle: in
     """Trains for some steps under a plan; milliseconds of each but the first and `settle` more, from the end of the one
     before to its own, as a job runs them; or why the engine refuses it.
 
-    Those whose number is a power of two are left out: in them an engine looks at what forwards write (training/intact,
-    module/buffers), ever more rarely, which takes a third of a Mixtral's step. Of a job they are next to none; of the
-    few steps of a turn two."""
+    Those whose number is a power of two are left out: an engine looks at what forwards of such a number write
+    (training/intact, module/buffers), and steps here have a power of two of them. That takes a third of a Mixtral's
+    step, which a job of many steps next to never has, and the few steps of a turn twice or more.
+    """
     try:
         return _run(name, plan, microbatch, steps, settle)
     except UserError as error:

@@ -319,12 +319,12 @@ def print_set(each: dict[str, Any]) -> None:
         console.print(f"refused: {plan}: {why}", markup=False)
 
 
-def kept(sets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`sets`, and those of the last record that were not run again."""
-    path = harness.RESULTS / "planner_ranking.json"
+def kept(question: str, sets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sets of the last record of a question that are none of `sets`, which were run again."""
+    path = harness.RESULTS / f"{question}.json"
     before = json.loads(path.read_text())["results"]["sets"] if path.is_file() else []
     ran = {(each["model"], each["link"]) for each in sets}
-    return [*(with_tried(each) for each in before if (each["model"], each["link"]) not in ran), *sets]
+    return [each for each in before if (each["model"], each["link"]) not in ran]
 
 
 def main() -> None:
@@ -344,7 +344,7 @@ def main() -> None:
             for name in arguments.models:
                 sets.append(one_set(name, link_name, group, seconds, arguments))
                 print_set(sets[-1])
-    every_set = sets if arguments.quick else kept(sets)
+    every_set = sets if arguments.quick else [*map(with_tried, kept("planner_ranking", sets)), *sets]
     verdicts = judge(targets(), figures(every_set))
     print_targets(verdicts)
     if not arguments.quick:

@@ -14,7 +14,6 @@ A set that was run replaces that of the record, results/planner_survey.json; the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.planner_plans import LINKS, MODELS, RANKS, run, standing
-from benchmarks.planner_ranking import ORDER, REGRET, predicted, spearman, step_of, thinned, turn
+from benchmarks.planner_ranking import ORDER, REGRET, kept, predicted, spearman, step_of, thinned, turn
 from benchmarks.processes import ProcessGroup
 from benchmarks.targets import Target, judge, print_targets
 from shoal.planner.task import Choice, Estimate
@@ -105,17 +104,15 @@ def main() -> None:
     parser.add_argument("--links", type=harness.several(list(LINKS)), default=list(LINKS))
     parser.add_argument("--plans", type=int, default=0)
     arguments = harness.parse(parser, "6 plans", plans=6)
-    path, sets = harness.RESULTS / "planner_survey.json", list[dict[str, Any]]()
+    sets = list[dict[str, Any]]()
     for link in arguments.links:
         with ProcessGroup(standing, {"bits": LINKS[link]}, size=RANKS, warm_up=0) as group:
             for name in arguments.models:
                 sets.append(each := one_set(name, link, group, arguments.plans))
                 said = {what: value for what, value in each.items() if what != "rows"}
                 print(said, flush=True)
-    ran = {(each["model"], each["link"]) for each in sets}
     if not arguments.quick:
-        before = json.loads(path.read_text())["results"]["sets"] if path.is_file() else []
-        sets = [*(each for each in before if (each["model"], each["link"]) not in ran), *sets]
+        sets = [*kept("planner_survey", sets), *sets]
     found = {f"{each['model']} {each['link']} spearman": each["spearman"] for each in sets}
     found |= {f"{each['model']} {each['link']} regret": 1 + each["regret"] for each in sets}
     verdicts = judge(targets(), found)
