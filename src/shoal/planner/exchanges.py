@@ -240,7 +240,7 @@ def launching(device: Device, once: float, often: float) -> float:
 def agreed(prices: Prices, choice: Choice, number: int, computing: float) -> float:
     """Seconds of a step of `number` microbatches beside what is computed and exchanged: the calls by which ranks add up
     the loss, the gradient's norm and the running statistics (training/ballot), and on cores the engine's Python, and
-    what replicas wait for each other. `computing`: seconds of a rank, of which nothing is computed again."""
+    what replicas wait for each other. `computing`: seconds of the first rank, without what is computed again."""
     spread, cluster, device = choice.spread, prices.task.cluster, prices.slowest
     replicas, statistics = spread.replicas, prices.task.profile.statistics
     among = cluster.link(spread.stride("copies") // spread.tokens, replicas)

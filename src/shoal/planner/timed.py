@@ -238,8 +238,8 @@ class Timed:
             least = number * shared(of_ranks(stages, ranks), crowd)
             terms["bubble"], terms["stages"] = waits(*full, busy, crowd, least)
         terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data
-        computing = number * math.fsum(each.forward + each.backward for each in lane.works)
-        terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number, computing / ranks)
+        computing = number * math.fsum(each.forward + each.backward for each in lane.works[::ranks])
+        terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number, computing)
         return terms, deal, tuple(stages), slow
 
     def crowd(self, spread: Spread) -> Crowd:
