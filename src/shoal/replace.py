@@ -1,4 +1,4 @@
-"""Replaces a file at once, so that nobody reads half of it."""
+"""Replaces a file at once, so that nobody reads half of it, also after a loss of power."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def place_of(path: Path, option: str, example: str) -> Path:
     if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: give a file in a directory that there is, such as {example}")
     return path.resolve()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a directory's entries, are on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def replace_text(path: Path, text: str, errors: str = "strict", end: str = "tmp") -> Path:

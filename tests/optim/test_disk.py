@@ -19,7 +19,7 @@ from shoal.checkpoint.whole import whole_state
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded, StorageError, UserError
 from shoal.models import causal_lm, regression
-from shoal.optim.tiers import pager
+from shoal.optim.tiers import generations
 from shoal.optim.tiers.disk import SECTOR, Disk, Stored, buffer, wait
 from tests.exchange import teacher
 from tests.parity.cases import text
@@ -107,7 +107,7 @@ def test_what_the_host_keeps_of_pages_is_counted(tmp_path):
     engine = make(tmp_path)
     losses(engine, 2)
     assert engine.parts.host.held["optimizer state in turn"] == sum(
-        memory.nbytes for memory in engine.parts.pager._buffers
+        memory.nbytes for memory in engine.parts.pager.buffers
     )
     state = [value for value in engine.optimizer.torch.state.values() if value["exp_avg"].numel() > 1]
     assert state and all(value["exp_avg"].untyped_storage().nbytes() == 4 for value in state), "NaN of one element"
@@ -198,7 +198,7 @@ def dies_in_an_update(world, path: Path, where: str, number: int, precision: str
     if where == "write":
         Stored._write = dies_at(number, Stored._write)
     else:
-        pager.os.replace = dies_at(number, os.replace)
+        generations.os.replace = dies_at(number, os.replace)
     losses(make(path, precision), 5)
 
 

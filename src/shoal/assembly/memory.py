@@ -3,10 +3,11 @@ tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 
@@ -27,6 +28,7 @@ from shoal.exchange.apart import with_variants
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.module.stand_in import forget_parts
 from shoal.optim.groups import needs_whole_parameters, small_optimizer, state_keys
+from shoal.optim.tiers.disk import Disk
 from shoal.optim.tiers.pager import Pager
 from shoal.precision import Precision
 
@@ -64,12 +66,20 @@ class Memory:
         return [chunk for chunk in self.chunks if chunk.trainable]
 
 
-def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill: bool = True) -> Memory:
+def lay_out(
+    local: Local,
+    recipe: Recipe,
+    microbatch: int,
+    undo: ExitStack,
+    fill: bool = True,
+    disk: Callable[[Path, int | None], Disk] = Disk,
+) -> Memory:
     """Puts the model of `local` onto its storage, with the values that it begins with. All ranks call it alike.
 
     microbatch: samples a forward
     undo: gets what is to be closed if it, or a later phase, refuses
     fill: False leaves the weights without values, for a run that brings its own
+    disk: makes the disk of a directory, of which the rank may take so many bytes
 
     Raises UserError for an exchange or a memory that does not go with the rest of the plan, and StorageError for a disk
     that cannot be used, on all ranks alike.
@@ -78,7 +88,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill
     replicas, parts = ranks.replicas, ranks.parts
     precision, optimizer, options = recipe.precision, recipe.optimizer, local.whole.groups.options
 
-    offload = None if plan.memory is None else Offload(plan, device, replicas, ranks.everyone, ranks.world.ledger)
+    offload = None if plan.memory is None else Offload(plan, ranks.world, replicas, ranks.everyone, disk)
     small = partial(small_optimizer, optimizer, options)
     chosen = check_exchange(plan, precision.keep, recipe.clip_value, small, local.parallelized.moves_biases)
     exchange = with_variants(chosen, plan.exchange, local.apart, ranks.among)

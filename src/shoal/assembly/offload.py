@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import optimizer_state, state
 from shoal.chunks import Buffer, Chunk, Gather, Tier, budget
 from shoal.chunks.allocate import Private
-from shoal.comm import Group
-from shoal.comm.ledger import Ledger
+from shoal.comm import Group, World
 from shoal.device import forget_most_allocated, is_accelerator, new_stream, on_stream, synchronize
 from shoal.errors import StorageError, UserError
 from shoal.optim.fused.host_adam import adam_update
@@ -38,14 +38,18 @@ TRIAL = 1 << 22
 
 
 class Offload:
-    """The memory of `plan` on `device`. `tier` and `host` count what is on the device and on the host, `allowed` is
-    what the plan allows. `everyone`: the ranks that decide together, `group` the replicas among them."""
+    """The memory of `plan` on the device of `world`. `tier` and `host` count what is on the device and on the host,
+    `allowed` is what the plan allows. `everyone`: the ranks that decide together, `group` the replicas among them.
+    `disk`: makes the disk of a directory."""
 
-    def __init__(self, plan: Plan, device: torch.device, group: Group, everyone: Group, ledger: Ledger) -> None:
+    def __init__(
+        self, plan: Plan, world: World, group: Group, everyone: Group, disk: Callable[[Path, int | None], Disk]
+    ) -> None:
+        device, ledger = world.device, world.ledger
         allowed = budget(plan.memory, device)
         assert allowed is not None
         self.allowed, self._device, self._group, self._everyone = allowed, device, group, everyone
-        self._ledger = ledger
+        self._ledger, self._lane, self._disk = ledger, world.host_lane, disk
         self._streams: bool | None = None
         self.tier = Tier("plan.memory.device", allowed.device, device, ledger=ledger)
         self.host = Tier("plan.memory.host", allowed.host, ledger=ledger)
@@ -58,7 +62,7 @@ class Offload:
         some stay on the device. None where all are updated at once."""
         if self.update == "at once" and self.allowed.device is None and pager is None:
             return None
-        deferred = DeferredUpdate(self._ledger) if self.update == "deferred" else None
+        deferred = DeferredUpdate(self._lane()) if self.update == "deferred" else None
         return InTurn(pager, deferred, None if pager is None else partial(self._commit, pager))
 
     def narrow_gradients(
@@ -109,7 +113,7 @@ class Offload:
             rank, ranks = self._everyone.rank, self._everyone.size
             about = {"rank": rank, "ranks": ranks, "precision": precision.name, "keep": precision.keep, "keys": keys}
             try:
-                store = Disk(directory_of(disk.path, rank), disk.size)
+                store = self._disk(directory_of(disk.path, rank), disk.size)
                 with ExitStack() as undo:
                     undo.callback(store.close)
                     made = Pager(away, keys, store, durable, about, self._ledger)

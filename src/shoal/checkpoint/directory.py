@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.optim.tiers.disk import sync
+from shoal.replace import sync
 
 _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.old)?")
 

@@ -17,8 +17,8 @@ from shoal.checkpoint.index import read_index
 from shoal.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from shoal.checkpoint.save import retire
 from shoal.errors import CheckpointError
-from shoal.optim.tiers.disk import sync
 from shoal.parallel.layout import Box
+from shoal.replace import sync
 
 Move = Callable[[dcp.Stored], dcp.Stored | None]
 """Says as which box of which tensor of the whole a part's box counts; None: as none."""

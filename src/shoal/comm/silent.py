@@ -177,6 +177,8 @@ class SilentWorld(World):
     def lane(self) -> Lane:
         return AtOnce(self.device, self.ledger)
 
+    host_lane = lane
+
 
 class AtOnce(Lane):
     """A lane that runs what it is given at once, in the caller's thread."""

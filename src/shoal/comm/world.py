@@ -25,7 +25,7 @@ from shoal.comm.processes import has_ended, process_table
 from shoal.comm.signed import root_of, signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
 from shoal.comm.unanswered import ask
-from shoal.device import hardware_id, own_device
+from shoal.device import CPU, hardware_id, own_device
 from shoal.errors import LaunchError, UserError
 
 _TOLD_WITHIN = 0.2
@@ -179,6 +179,10 @@ class World:
     def lane(self) -> Lane:
         """Makes a new lane beside this rank's computation; the caller closes it."""
         return Lane(self.device, self.ledger)
+
+    def host_lane(self) -> Lane:
+        """Makes a new lane for work of the host, on any device a thread; the caller closes it."""
+        return Lane(CPU, self.ledger)
 
     def close(self) -> None:
         """Closes all groups, for a rank that cannot go on: ranks that wait for it raise, also those that wait to make a

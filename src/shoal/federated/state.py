@@ -14,6 +14,7 @@ from safetensors.torch import save
 from shoal.errors import CheckpointError, UserError
 from shoal.federated.settings import STATE
 from shoal.federated.simulation import Federation
+from shoal.replace import sync
 
 
 def save_state(simulation: Federation, directory: Path, about: Mapping[str, Any], seconds: float = 0.0) -> Path:
@@ -35,11 +36,7 @@ def save_state(simulation: Federation, directory: Path, about: Mapping[str, Any]
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(directory)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written after round {simulation.number}: {error}") from error
     return path

@@ -24,7 +24,7 @@ from shoal.jobs.changes import changes
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY, checkpoints_in
 from shoal.optim.tiers.disk import directory_of
-from shoal.optim.tiers.pager import committed
+from shoal.optim.tiers.generations import committed
 from shoal.plan import Plan
 
 

@@ -2,10 +2,10 @@
 the most memory that it has at a time, to the byte. Nothing is computed, and nothing allocated.
 
 The phases of the assembly run as in `Engine`, and so do steps: whatever they come to allocate or to send, a rehearsal
-has it too. Three things stand in for what fake tensors lack: a number that is read is 1 (all of a mask is True, any
-other truth False: nothing overflows, no ranks differ), an address is made up, kernels in C do nothing. What depends on
-values beyond that cannot be rehearsed: which layers run, how many tokens each expert is given, whether two ranks have
-the same rows.
+has it too. Four things stand in for what fake tensors lack: a number that is read is 1 (all of a mask is True, any
+other truth False: nothing overflows, no ranks differ), an address is made up, kernels in C do nothing, and nothing goes
+to a disk. What depends on values beyond that cannot be rehearsed: which layers run, how many tokens each expert is
+given, whether two ranks have the same rows. What runs beside the computation runs at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from shoal.assembly.ranks import ranks
 from shoal.assembly.rebuild import Rebuild
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.trainer import Trainer, trainer
-from shoal.chunks import budget
 from shoal.comm import Link
 from shoal.comm.ledger import Flow, Traffic
 from shoal.comm.links import assume
@@ -45,6 +44,7 @@ from shoal.native import pretending
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.made_up import Values, addresses, as_if_real
+from shoal.planner.made_up_disk import MadeUpDisk
 from shoal.planner.prepare import in_one_line, making
 from shoal.training.microbatches import choose_microbatch
 
@@ -119,12 +119,9 @@ def _heard(plan: Plan, rank: int, run: Callable[..., Any]) -> Heard | None:
 
 def _check(plan: Plan, model: nn.Module | Callable[[], nn.Module]) -> None:
     """Raises UserError for plans of which a part runs elsewhere than on the caller's thread."""
-    allowed = budget(plan.memory, CPU)
     reasons = {
         "each stage needs a model of its own: give a factory": plan.pipelined and isinstance(model, nn.Module),
         "without a flush results are told beside the computation": plan.pipelined and not schedule_of(plan, 1).flushes,
-        "a disk takes bytes, which fake tensors have not": allowed is not None and allowed.disk is not None,
-        "deferred updates run on a thread of their own": allowed is not None and allowed.update == "deferred",
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -155,7 +152,7 @@ def assembled_for(
         mode.allow_non_fake_inputs = True
         for each in (mode, Values(), addresses(), pretending(), as_if_real()):
             stack.enter_context(each)
-        memory = lay_out(local, recipe, rows, stack, fill=False)
+        memory = lay_out(local, recipe, rows, stack, fill=False, disk=MadeUpDisk)
         assembled = Assembled(recipe, rows, local, memory, trainer(local, memory, recipe, rows))
         stack.enter_context(closing(assembled))
         yield assembled
@@ -188,6 +185,8 @@ def tensors_of(memory: Memory, trainer: Trainer, module: nn.Module) -> list[Tens
     optimizer = trainer.optimizer.torch
     for each in (optimizer, getattr(optimizer, "inner", optimizer)):
         found += (value for state in each.state.values() for value in state.values())
+    if memory.pager is not None:
+        found += memory.pager.buffers
     if trainer.gradient_pool is not None:
         found += trainer.gradient_pool.buffers
     return [each for each in found if isinstance(each, Tensor)]

@@ -35,6 +35,8 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.index.Tensor and (at := _masked_dim(args[1])) is not None:
         picked = args[0].flatten(at, at + args[1][at].dim() - 1)
         return picked.narrow(at, 0, _rows_put(picked, at)).clone()
+    if func.overloadpacket is torch.ops.aten.set_ and isinstance(args[0], FakeTensor):
+        return _set(func, args, kwargs)
     return grouped.called(func, args, kwargs)
 
 
@@ -43,6 +45,16 @@ class Called(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return called(func, args, kwargs or {})
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a tensor is that is given another storage, which torch's cache of fake operations would keep."""
+    mode = args[0].fake_mode
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return func(*args, **kwargs)
+    finally:
+        mode.cache_enabled = cached
 
 
 def _masked_dim(indices: Sequence[Tensor | None]) -> int | None:

@@ -8,60 +8,68 @@ step t + 1                            | forward: layers of chunk 3 | of chunk 2 
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 
 from shoal.chunks.chunk import Chunk
-from shoal.comm.ledger import Ledger
+from shoal.comm.lane import Lane, Ticket
 
 CAUSE = "update"
 """Cause of the trainer's waits for them, in the ledger."""
 
 
-class DeferredUpdate:
-    """Runs the updates of each step on a thread. `ledger`: told how long others wait for them."""
+@dataclass(frozen=True)
+class _UnderWay:
+    """The updates of a step: of the chunks `waits` (by index), of which those of `done` have theirs. `tickets`: of each
+    update, and of what comes after the last one."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
-        self._done: dict[int, threading.Event] = {}
-        self._work: Future[None] | None = None
+    waits: frozenset[int]
+    done: set[int] = field(default_factory=set)
+    tickets: list[Ticket] = field(default_factory=list)
+
+    def next_of(self, updates: Iterator[Chunk]) -> None:
+        self.done.add(next(updates).index)
+
+    @staticmethod
+    def rest_of(updates: Iterator[Chunk]) -> None:
+        deque(updates, maxlen=0)
+
+
+class DeferredUpdate:
+    """Runs the updates of each step on `lane`, a thread of the host, which it closes in the end."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._under_way: _UnderWay | None = None
 
     def start(self, chunks: Iterable[Chunk], updates: Iterator[Chunk]) -> None:
         """Runs `updates`, which yields each of `chunks` when it is updated. Whoever calls `chunk.fill` waits for
         that."""
         self.settle()
-        self._done = {chunk.index: threading.Event() for chunk in chunks}
-        self._work = self._thread.submit(self._run, updates)
-
-    def _run(self, updates: Iterator[Chunk]) -> None:
-        self._ledger.runs_aside()
-        try:
-            for chunk in updates:
-                self._done[chunk.index].set()
-        finally:
-            for each in self._done.values():  # who waits gets the error
-                each.set()
+        under_way = self._under_way = _UnderWay(frozenset(chunk.index for chunk in chunks))
+        for work in (*[under_way.next_of] * len(under_way.waits), under_way.rest_of):
+            under_way.tickets.append(self._lane.submit(partial(work, updates), CAUSE))
 
     def wait_for(self, chunk: Chunk) -> None:
         """Returns when `chunk` is updated; raises what went wrong with the updates."""
-        # both as they are now: the trainer's thread may settle meanwhile
-        work, done = self._work, self._done.get(chunk.index)
-        if work is not None and done is not None:
-            with self._ledger.stall(CAUSE):
-                done.wait()
-            if work.done():
-                work.result()
+        under_way = self._under_way  # as it is now: the trainer's thread may settle meanwhile
+        if under_way is None or chunk.index not in under_way.waits:
+            return
+        for ticket in under_way.tickets:
+            if chunk.index in under_way.done:
+                return
+            if not ticket.done or ticket.error is not None:
+                ticket.wait(CAUSE)
 
     def settle(self) -> None:
         """Returns when all chunks are updated; raises what went wrong, each time: the weights are then those of no
         step."""
-        if self._work is not None:
-            with self._ledger.stall(CAUSE):
-                self._work.result()
-            self._work = None
+        if self._under_way is not None:
+            self._under_way.tickets[-1].wait(CAUSE)
+            self._under_way = None
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown()
+        self._lane.close()

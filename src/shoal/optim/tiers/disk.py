@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from shoal.errors import StorageError
+from shoal.optim.tiers.generations import Records
 
 SECTOR = 4096
 """Bytes of which O_DIRECT wants addresses, offsets and lengths to be multiples, on any disk."""
@@ -39,15 +40,6 @@ def sectors(nbytes: int) -> int:
 def buffer(nbytes: int) -> Tensor:
     """Memory (uint8) that begins on a page, for direct reads and writes."""
     return torch.frombuffer(mmap.mmap(-1, max(SECTOR, sectors(nbytes))), dtype=torch.uint8)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or a directory's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Stored:
@@ -166,16 +158,16 @@ class Disk:
         """Allocates memory for what a page begins with."""
         return buffer(nbytes)
 
-    def files(self, sizes: Mapping[str, int]) -> dict[str, Stored]:
+    @property
+    def records(self) -> Records:
+        """What says which generation of its files is whole."""
+        return Records(self.directory)
+
+    def files(self, sizes: Mapping[str, int]) -> Mapping[str, Stored]:
         """Makes files of `sizes` by name, with their room on the disk; StorageError, saying what is missing, if there
         is none."""
-        wanted = sum(sizes.values())
-        if self.capacity is not None and wanted > self.capacity:
-            raise StorageError(
-                f"plan.memory.disk.size = {self.capacity:,} bytes for a rank: {wanted:,} are needed. "
-                "Give more, or more of plan.memory.host"
-            )
-        made = {}
+        wanted = within(self.capacity, sizes)
+        made = dict[str, Stored]()
         _allow_open_files(len(sizes))
         for old in self._old():
             if old.name not in sizes:
@@ -229,6 +221,17 @@ class Disk:
         self._lock.release()
         if self._replaced:
             shutil.rmtree(self.directory)
+
+
+def within(capacity: int | None, sizes: Mapping[str, int]) -> int:
+    """Counts the bytes of files of `sizes`. Raises StorageError where they are more than a rank may take."""
+    wanted = sum(sizes.values())
+    if capacity is not None and wanted > capacity:
+        raise StorageError(
+            f"plan.memory.disk.size = {capacity:,} bytes for a rank: {wanted:,} are needed. "
+            "Give more, or more of plan.memory.host"
+        )
+    return wanted
 
 
 def directory_of(path: Path, rank: int) -> Path:

@@ -4,19 +4,17 @@
     update         | page 1 | page 2  | page 3
 
 Where all chunks have a page and the disk has room for two of each, updates are crash-safe: the one that makes
-generation g reads the pages of g - 1 and writes those of g to other files. A record, renamed into place when all is on
-the disk, commits g; until then g - 1 is what there is.
+generation g reads the pages of g - 1 and writes those of g to other files. A record (`generations`) commits g; until
+then g - 1 is what there is.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +22,13 @@ from torch import Tensor
 
 from shoal.chunks import Buffer
 from shoal.comm.ledger import Ledger
-from shoal.errors import StorageError
-from shoal.optim.tiers.disk import Disk, sync, wait
+from shoal.optim.tiers.disk import Disk, wait
+from shoal.optim.tiers.generations import SLOTS, Records, slot_of
 from shoal.optim.tiers.host import HostStore
 from shoal.optim.tiers.page import File, Page
 
 BUFFERS = 3
 """Buffers: one page is read, one updated, one written."""
-SLOTS = "ab"
-"""Generations that are kept: they take turns."""
 CAUSE = "disk"
 """Cause of the trainer's waits for it, in the ledger."""
 
@@ -59,7 +55,7 @@ class Pager:
     - `durable`: generations are kept on the disk
     - `makes`: the plan and model that a generation is of
     - `ledger`: told how long updates wait for the disk
-    - `records`: the generations that an earlier run of the same has committed here
+    - `records`: the generations that an earlier run of the same has committed here, by number, with their slots
     """
 
     def __init__(
@@ -80,13 +76,13 @@ class Pager:
         self._index = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._makes["pages"] = [_described(page) for page in self.pages]
         slots = SLOTS if durable else SLOTS[0]
-        self.records = self._find() if durable else {}
+        self.records = dict(self._find()) if durable else {}
         sizes = {f"{index:05}.{slot}": page.nbytes_whole for index, page in enumerate(self.pages) for slot in slots}
         if self.disk is not None and not (durable and self.disk.keeps_all(sizes)):
             self._forget_others()
         self._files: Mapping[str, File] = store.files(sizes)
         self.generation, self.is_new = 1, False
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self.bytes_read = self.bytes_written = 0
         self.last_turn: Turn | None = None
 
@@ -97,9 +93,9 @@ class Pager:
 
     def reserve(self) -> None:
         """Allocates these buffers, which stay. The first turn does so, if nobody has before."""
-        if not self._buffers:
+        if not self.buffers:
             largest = max((page.nbytes_whole for page in self.pages), default=0)
-            self._buffers = [self._store.buffer(largest) for _ in range(min(BUFFERS, len(self.pages)))]
+            self.buffers = [self._store.buffer(largest) for _ in range(min(BUFFERS, len(self.pages)))]
 
     def begin_after(self, generation: int) -> None:
         """Keeps `generation` on the disk until the next update, since it may still be wanted. 0: there is none."""
@@ -110,7 +106,7 @@ class Pager:
         return self._files[self._name(self._index[id(chunk)], self.generation)]
 
     def _name(self, index: int, generation: int) -> str:
-        return f"{index:05}.{SLOTS[generation % 2] if self.durable else SLOTS[0]}"
+        return f"{index:05}.{slot_of(generation) if self.durable else SLOTS[0]}"
 
     def turn(self, backwards: bool = False) -> Iterator[Page]:
         """Yields one page after the other, in memory; at the end all are on the disk, as the next generation."""
@@ -118,8 +114,8 @@ class Pager:
         to_read = sum(page.moving for page in self.pages if page.on_disk and not page.is_open)
         read, written = self.bytes_read, self.bytes_written
         if self.durable:
-            self._withdraw(self.generation + 1)  # an older one, whose files are about to be written
-        free, queue = list(self._buffers), deque(enumerate(self.pages))
+            self._records.withdraw(slot_of(self.generation + 1))  # an older one, whose files are about to be written
+        free, queue = list(self.buffers), deque(enumerate(self.pages))
         if backwards:
             queue.reverse()
         coming: deque[tuple[int, Page, Tensor, list[Future[None]]]] = deque()
@@ -184,99 +180,53 @@ class Pager:
 
     # generations
 
-    def _record(self, generation: int) -> Path:
+    @property
+    def _records(self) -> Records:
         assert self.disk is not None
-        return _record_in(self.disk.directory, SLOTS[generation % 2])
+        return self.disk.records
 
-    def _find(self) -> dict[int, Path]:
+    def _find(self) -> Iterator[tuple[int, str]]:
         """Finds the generations that are committed here and are of the same model and plan."""
-        assert self.disk is not None
         mine = json.loads(json.dumps(self._makes))
-        known = [(about, path) for about, path in _records(self.disk.directory) if about["makes"] == mine]
-        return {int(about["generation"]): path for about, path in known}
+        for about, slot in self._records.find():
+            if about["makes"] == mine:
+                yield int(about["generation"]), slot
 
     def _forget_others(self) -> None:
         """Withdraws what is committed here of other plans and models, whose files are about to be changed."""
-        for slot in range(len(SLOTS)):
-            if self._record(slot) not in self.records.values():
-                self._withdraw(slot)
+        for slot in SLOTS:
+            if slot not in self.records.values():
+                self._records.withdraw(slot)
 
     def read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Reads what was committed beside the pages of `generation`, one of `records`."""
-        about, tensors = _read(self.records[generation])
+        about, tensors = self._records.read(self.records[generation])
         return about["user"], tensors
 
     def recall(self, generation: int) -> None:
         """Goes on with the pages of `generation`, one of `records`."""
         self.generation = generation
-        about, _ = _read(self.records[generation])
+        about, _ = self._records.read(self.records[generation])
         for page, known in zip(self.pages, about["states"], strict=True):
             page.recall(known)
 
     def commit(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Makes the present generation the one to go on from, with small `tensors` and `about` (JSON) beside the
         pages."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         for index in range(len(self.pages)):
             self._files[self._name(index, self.generation)].sync()
-        path, states = self._record(self.generation), [page.known() for page in self.pages]
-        text = json.dumps({"generation": self.generation, "makes": self._makes, "states": states, "user": dict(about)})
-        fresh = path.with_name(f"{path.name}.new")
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh, {"about": text})
-            sync(fresh)
-            os.replace(fresh, path)
-            sync(path.parent)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"{path} cannot be written: {error}") from error
+        states = [page.known() for page in self.pages]
+        record = {"generation": self.generation, "makes": self._makes, "states": states, "user": dict(about)}
+        self._records.write(slot_of(self.generation), record, tensors)
         self.is_new = False
 
     def uncommit(self) -> None:
         """Withdraws the present generation: its pages are about to change beside any update."""
         if self.durable:
-            self._withdraw(self.generation)
-
-    def _withdraw(self, generation: int) -> None:
-        path = self._record(generation)
-        if path.exists():
-            path.unlink()
-            sync(path.parent)  # or a loss of power would bring it back
+            self._records.withdraw(slot_of(self.generation))
 
     def close(self) -> None:
         self._store.close()
-
-
-def committed(directory: Path) -> dict[str, Any] | None:
-    """Reads what was committed last in `directory`, of whatever plan and model: what `commit` was given as `about`, and
-    under "makes" what it is of. None if nothing is there."""
-    found = [{**about["user"], "makes": about["makes"]} for about, _ in _records(directory)]
-    return max(found, key=lambda each: int(each["step"]), default=None)
-
-
-def _records(directory: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    from safetensors import SafetensorError  # the engine runs where only torch is installed
-
-    for slot in SLOTS:
-        path = _record_in(directory, slot)
-        try:
-            about, _ = _read(path)
-        except (OSError, SafetensorError):
-            continue
-        yield about, path
-
-
-def _record_in(directory: Path, slot: str) -> Path:
-    return directory / f"generation.{slot}"
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return json.loads(file.metadata()["about"]), tensors
 
 
 def _described(page: Page) -> list[Any]:
