@@ -188,8 +188,8 @@ def result_of(
 
 
 def write_record(name: str, arguments: Mapping[str, Any], results: Any, packages: Sequence[str] = ()) -> Path:
-    """Writes `results/NAME.json`: date, commit, machine, versions of torch and `packages`, arguments, results; of a
-    quick run `results/quick/NAME.json`, which is no record. Returns its path."""
+    """Writes `results/NAME.json`: date, commit, machine, versions of torch and `packages`, arguments, results, with ~
+    for the user's home; of a quick run `results/quick/NAME.json`, which is no record. Returns its path."""
     record = {
         "question": name,
         "date": now(),
@@ -202,7 +202,7 @@ def write_record(name: str, arguments: Mapping[str, Any], results: Any, packages
     folder = RESULTS / "quick" if arguments.get("quick") else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1).replace(f"{Path.home()}/", "~/") + "\n")
     return path
 
 

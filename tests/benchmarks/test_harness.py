@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,8 @@ def test_the_record_has_every_sample_and_prints(
     assert record["results"][0]["contenders"]["own"]["share"] == 0.5
     assert record["versions"]["no-such-package"] == "not installed"
     assert {"date", "commit", "machine", "arguments"} < set(record)
+    home = harness.write_record("of-a-disk", {}, [str(Path.home() / "pages")])
+    assert json.loads(home.read_text())["results"] == ["~/pages"]
     quick = harness.write_record("question", {"quick": True}, [])
     assert quick.parent.name == "quick" and harness.read_record("question") == record, "a quick run is no record"
 
