@@ -1,4 +1,4 @@
-"""Replaces a file at once, so that nobody reads half of it, also after a loss of power."""
+"""Replaces a file at once, so that nobody reads half of it, and waits until a file is on the disk."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def real(
     """A steady step of an engine, and the link that it has measured."""
     with TemporaryDirectory() as directory:
         shared = world.everyone.broadcast_object(directory)
-        own = {**plan, "memory": {**plan["memory"], "disk": shared}} if name == "disk" else plan
+        own = {**plan, "memory": {**plan["memory"], "disk": shared}} if "disk" in (plan.get("memory") or {}) else plan
         try:
             return stepped(world, case, precision, accumulation, own, name, more)
         finally:
@@ -229,8 +229,16 @@ def test_weights_that_ranks_divide_and_gather_for_a_block_that_runs_again():
         assert found == step
 
 
+def test_pages_on_a_disk_that_are_updated_during_the_next_forward_beside_activations_on_the_host():
+    options = {"dp": 2, "zero": 1, "memory": {"disk": "a directory", "update": "deferred", "activations": 0.5}}
+    for found, step in both("gpt", "bf16", 1, options, "disk"):
+        assert found == step
+
+
 @pytest.mark.fast
-@pytest.mark.parametrize("options", [{"pp": 2, "schedule": "2bw"}, {"pp": 2, "schedule": "pipedream"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"pp": 2, "schedule": "2bw"}, {"pp": 2, "schedule": "pipedream"}, {"dp": 2, "buddy": 1}], ids=str
+)
 def test_plans_that_cannot_be_rehearsed_say_why(options):
     with pytest.raises(UserError, match="cannot be rehearsed: "):
         rehearse(CASES["mlp-dropout"].factory, recipe("mlp-dropout", "fp32", 1), Plan(**options), [])

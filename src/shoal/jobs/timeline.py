@@ -57,10 +57,11 @@ class Recording:
         if ledger.recording:
             self._take()
         is_drawn = step in self._steps
-        ledger.recording, ledger.watch, self._began = is_drawn or self._is_sampled(step), None, None
-        if not ledger.recording:
+        recording = is_drawn or self._is_sampled(step)
+        ledger.step = step if recording else ledger.step  # before, since lanes may be at work
+        ledger.recording, ledger.watch, self._began = recording, None, None
+        if not recording:
             return
-        ledger.step = step
         synchronize(engine.device)
         self._began = time.perf_counter()
         if not is_drawn:

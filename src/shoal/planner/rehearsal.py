@@ -122,6 +122,7 @@ def _check(plan: Plan, model: nn.Module | Callable[[], nn.Module]) -> None:
     reasons = {
         "each stage needs a model of its own: give a factory": plan.pipelined and isinstance(model, nn.Module),
         "without a flush results are told beside the computation": plan.pipelined and not schedule_of(plan, 1).flushes,
+        "a buddy's snapshots travel beside the step": bool(plan.buddy) and plan.size > 1,
     }
     for reason, is_so in reasons.items():
         if is_so:

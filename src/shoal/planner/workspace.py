@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shoal.module import grouped
@@ -49,12 +49,8 @@ class Called(TorchDispatchMode):
 
 def _set(func: Any, args: Any, kwargs: Any) -> Any:
     """What a tensor is that is given another storage, which torch's cache of fake operations would keep."""
-    mode = args[0].fake_mode
-    cached, mode.cache_enabled = mode.cache_enabled, False
-    try:
+    with disable_fake_tensor_cache(args[0].fake_mode):
         return func(*args, **kwargs)
-    finally:
-        mode.cache_enabled = cached
 
 
 def _masked_dim(indices: Sequence[Tensor | None]) -> int | None:

@@ -8,6 +8,7 @@ step t + 1                            | forward: layers of chunk 3 | of chunk 2 
 
 from __future__ import annotations
 
+import atexit
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,20 +44,24 @@ class DeferredUpdate:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._under_way: _UnderWay | None = None
+        atexit.register(lane.close)  # a process that ends in the middle of one would be aborted
 
     def start(self, chunks: Iterable[Chunk], updates: Iterator[Chunk]) -> None:
         """Runs `updates`, which yields each of `chunks` when it is updated. Whoever calls `chunk.fill` waits for
         that."""
         self.settle()
-        under_way = self._under_way = _UnderWay(frozenset(chunk.index for chunk in chunks))
+        under_way = _UnderWay(frozenset(chunk.index for chunk in chunks))
         for work in (*[under_way.next_of] * len(under_way.waits), under_way.rest_of):
             under_way.tickets.append(self._lane.submit(partial(work, updates), CAUSE))
+        self._under_way = under_way
 
     def wait_for(self, chunk: Chunk) -> None:
         """Returns when `chunk` is updated; raises what went wrong with the updates."""
         under_way = self._under_way  # as it is now: the trainer's thread may settle meanwhile
         if under_way is None or chunk.index not in under_way.waits:
             return
+        if under_way.tickets[-1].error is not None:
+            under_way.tickets[-1].wait(CAUSE)
         for ticket in under_way.tickets:
             if chunk.index in under_way.done:
                 return
@@ -72,4 +77,5 @@ class DeferredUpdate:
 
     def close(self) -> None:
         """Ends the thread."""
+        atexit.unregister(self._lane.close)
         self._lane.close()
