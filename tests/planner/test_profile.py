@@ -44,6 +44,39 @@ def test_what_is_more_on_each_rank_does_not_grow_with_the_ranks_but_in_a_ring():
     assert Cut(10.0, {"tokens": 1.0}).on(Spread(tokens=2, ring=True)) == 5, "where no ring was traced"
 
 
+EXPERTS = {
+    "model_type": "mixtral", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "plan"),
+    [
+        (GPT, Plan(tp=2, cp=2)),
+        (GPT, Plan(tp=2, cp=2, context="ring")),
+        ({"name": "hf", "config": EXPERTS, "num_hidden_layers": 2}, Plan(dp=2, tp=2, ep=2)),
+        ({"name": "hf", "config": EXPERTS, "num_hidden_layers": 2}, Plan(dp=2, cp=2, ep=2)),
+    ],
+    ids=["tp-cp", "tp-ring", "tp-ep", "cp-ep"],
+)
+def test_what_two_ways_add_is_added(table, plan):
+    """It was multiplied: the calls outside of a GPT's blocks, four and six times as many under tp and cp, were said to
+    be 27 times as many under both, which are 9.5 times as many."""
+    base = subject({**table, "heads": 4} if table is GPT else table)
+    own = trace(replace(base, plan=plan))
+    parts = profile(base, {"parts": (2,), "tokens": (2,), "ring": (2,), "experts": (2,)}).parts
+    spread = Spread.of(plan)
+    for known, seen in zip(parts, own.parts, strict=True):
+        assert known.calls.on(spread) == pytest.approx(seen.calls)
+        assert known.kernels.on(spread) == pytest.approx(seen.kernels)
+        assert known.products.on(spread) == pytest.approx(seen.products)
+        if known.is_block:
+            assert known.touched.on(spread) == pytest.approx(seen.touched, rel=0.03)
+            assert known.fused.on(spread) == pytest.approx(seen.fused, rel=0.03)
+            assert known.saved.on(spread) == pytest.approx(seen.saved, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("what", "plan"),
     [("parts", Plan(tp=2)), ("tokens", Plan(cp=2)), ("ring", Plan(cp=2, context="ring"))],

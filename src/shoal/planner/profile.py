@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Literal
 
 from shoal.comm.ledger import Traffic
 from shoal.errors import UserError
@@ -25,21 +26,32 @@ NOT_ASKED = "not asked for"
 class Cut:
     """A quantity, and the share of it that ranks divide, by what they divide ("parts", "tokens", "ring", "experts"). A
     share below 0 is of what each rank has more than undivided: half of it, however many they are, and of what a ring
-    adds as much again for each two of its ranks."""
+    adds as much again for each two of its ranks.
+
+    `kind`: of a quantity that is divided in two ways, what one way leaves beside an even share of each rank, or adds,
+    the other divides too ("data": bytes and operations of rows; but ranks that divide matrices each have all that
+    experts add), or does not ("calls"). Of "elements" of parameters each way divides what the others leave.
+    """
 
     value: float
     shares: Mapping[str, float]
+    kind: Literal["elements", "data", "calls"] = "elements"
 
     def on(self, spread: Spread) -> float:
         """What one of the ranks has."""
-        left, other = self.value, "tokens" if spread.ring and "ring" in self.shares else "ring"
-        for what, share in self.shares.items():
+        other = "tokens" if spread.ring and "ring" in self.shares else "ring"
+        evenly = of_tokens = self.value
+        beside = 0.0
+        for what, share in ((each, self.shares[each]) for each in WAYS if each in self.shares):
             degree = 1 if what == other else spread.tokens if what == "ring" else getattr(spread, what)
-            if share >= 0 or degree == 1:
-                left *= 1 - share + share / degree
-            else:
-                left *= 1 - share / 2 * (degree / 2 if what == "ring" else 1)
-        return left
+            left = 1 - share + share / degree
+            if share < 0 and degree > 1:
+                left = 1 - share / 2 * (degree / 2 if what == "ring" else 1)
+            routes = self.kind == "data" and what == "experts"  # and divides no rows
+            even = left if self.kind == "elements" else min(left, 1.0 if routes or self.kind == "calls" else 1 / degree)
+            beside = beside * even + (left - even) * (of_tokens if routes else evenly)
+            evenly, of_tokens = evenly * even, of_tokens * (even if what != "parts" else 1.0)
+        return evenly + beside
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,8 @@ QUANTITIES = (
     "attended",
     "convolved",
 )
+COUNTED = ("calls", "kernels", "packed")
+"""Those of them that do not depend on rows."""
 
 
 def profile(subject: Subject, ways: Ways) -> Profile:
@@ -183,7 +197,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Divided]) -> PartProfil
     def cut(name: str) -> Cut:
         value = float(getattr(seen, name))
         shares = {what: each.share(value, getattr(each.trace.parts[place], name)) for what, each in halves.items()}
-        return Cut(value, shares)
+        return Cut(value, shares, "calls" if name in COUNTED else "data")
 
     def elements(name: str) -> Cut:
         value = float(getattr(alone, name)[place])
