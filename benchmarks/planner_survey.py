@@ -1,12 +1,14 @@
 """Question `planner_survey`: are plans ordered as they are fast over all that are legal?
 
-    python -m benchmarks.planner_survey [--models gpt,mixtral,resnet] [--links here,slow] [--plans 0] [--quick]
+    python -m benchmarks.planner_survey [--models gpt,mixtral,resnet] [--links here,slow] [--plans 0] [--steps 3]
+        [--quick]
 
-The models, links and plans of `planner_ranking`, which runs a few of the plans many times; here each of them runs for
-two steps, once (`--plans`: so many of them at even distances; 0 for all). What the planner goes by is measured anew
-every minute, as the machine changes its speed. One turn of two steps is off by a tenth, and of hundreds the fastest by
-luck comes first: so the plans that were within a tenth of the fastest, at most FINALISTS, and the one that is predicted
-to be the fastest run in turn, FINALS times, by whose medians the choice is judged.
+The models, links and plans of `planner_ranking`, which runs a few of the plans many times; here each of them runs once
+(`--plans`: so many of them at even distances; 0 for all), for two steps and `--steps` more, of which those of a power
+of two are not timed (`planner_plans.run`): of 3 the third and the fifth are, of 1 the third. What the planner goes by
+is measured anew every minute, as the machine changes its speed. One turn of so few steps is off by a tenth, and of
+hundreds the fastest by luck comes first: so the plans that were within a tenth of the fastest, at most FINALISTS, and
+the one that is predicted to be the fastest run in turn, FINALS times, by whose medians the choice is judged.
 
 A set that was run replaces that of the record, results/planner_survey.json; the others stay.
 """
@@ -27,14 +29,16 @@ from benchmarks.processes import ProcessGroup
 from benchmarks.targets import Target, judge, print_targets
 from shoal.planner.task import Choice, Estimate
 
-STEPS, SETTLED = 2, 4
-"""Timed steps of a plan, and untimed ones before them, beside the first."""
+SETTLED = 1
+"""Untimed steps of a plan, beside the first."""
 FRESH = 60.0
 """Seconds after which is measured anew what the planner goes by."""
-NEAR, FINALISTS, FINALS = 0.1, 8, 5
+NEAR, FINALISTS, FINALS, FINAL_STEPS = 0.1, 8, 5, 3
 
 
-def once(name: str, group: ProcessGroup, number: int) -> tuple[list[dict[str, Any]], dict[Choice, Estimate], int]:
+def once(
+    name: str, group: ProcessGroup, number: int, steps: int
+) -> tuple[list[dict[str, Any]], dict[Choice, Estimate], int]:
     """Runs the plans once. Returns of each what is predicted and what it takes, what is predicted of all at first, and
     how many the engine refuses."""
     _, _, first = predicted(name, group)
@@ -44,7 +48,7 @@ def once(name: str, group: ProcessGroup, number: int) -> tuple[list[dict[str, An
             (_, _, now), began = predicted(name, group), time.monotonic()
         estimate = now.get(key, first[key])
         plan = estimate.choice.plan(MODELS[name].pins).to_dict()
-        answers = group.call(partial(run, name, plan, key.microbatch, STEPS, SETTLED))
+        answers = group.call(partial(run, name, plan, key.microbatch, steps, SETTLED))
         if isinstance(answers[0], str):
             refused += 1
             continue
@@ -62,14 +66,14 @@ def finals(name: str, group: ProcessGroup, rows: Sequence[dict[str, Any]], found
     taken: dict[Choice, list[float]] = {key: [] for key in keys}
     for _ in range(FINALS):
         for key in keys:
-            taken[key].append(step_of(turn(name, group, found[key], STEPS)))
+            taken[key].append(step_of(turn(name, group, found[key], FINAL_STEPS)))
     medians = {key: statistics.median(each) for key, each in taken.items()}
     return medians[chosen["key"]] / min(medians.values()) - 1
 
 
-def one_set(name: str, link: str, group: ProcessGroup, number: int) -> dict[str, Any]:
+def one_set(name: str, link: str, group: ProcessGroup, number: int, steps: int) -> dict[str, Any]:
     """All of one model behind one kind of link."""
-    rows, found, refused = once(name, group, number)
+    rows, found, refused = once(name, group, number, steps)
     regret = finals(name, group, rows, found)
     offs = sorted(row["predicted_ms"] / row["measured_ms"] - 1 for row in rows)
     return {
@@ -78,6 +82,7 @@ def one_set(name: str, link: str, group: ProcessGroup, number: int) -> dict[str,
         "legal": len(found),
         "plans": len(rows),
         "refused": refused,
+        "steps": steps,
         "spearman": spearman(*([row[f"{what}_ms"] for row in rows] for what in ("predicted", "measured"))),
         "regret": regret,
         "median_off": statistics.median(offs),
@@ -103,12 +108,13 @@ def main() -> None:
     parser.add_argument("--models", type=harness.several(list(MODELS)), default=list(MODELS))
     parser.add_argument("--links", type=harness.several(list(LINKS)), default=list(LINKS))
     parser.add_argument("--plans", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3)
     arguments = harness.parse(parser, "6 plans", plans=6)
     sets = list[dict[str, Any]]()
     for link in arguments.links:
         with ProcessGroup(standing, {"bits": LINKS[link]}, size=RANKS, warm_up=0) as group:
             for name in arguments.models:
-                sets.append(each := one_set(name, link, group, arguments.plans))
+                sets.append(each := one_set(name, link, group, arguments.plans, arguments.steps))
                 said = {what: value for what, value in each.items() if what != "rows"}
                 print(said, flush=True)
     if not arguments.quick:
