@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import transformer as layers
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -105,6 +106,33 @@ def masks_seen(calls: FiniteCalls) -> Iterator[None]:
             known = calls.are_ones
             stack.enter_context(patched(masks, "is_tracing", lambda mask=None: not known(mask) and traced(mask)))
             stack.enter_context(patched(masks, "fast_all", lambda mask: known(mask) or summed(mask)))
+        yield
+
+
+@contextmanager
+def causal_seen() -> Iterator[None]:
+    """Has `nn.Transformer` know inside the context, without a look at values, that a mask which its own function has
+    made is causal."""
+    generate, detect, made = (
+        layers._generate_square_subsequent_mask,
+        layers._detect_is_causal_mask,
+        WeakIdKeyDictionary(),
+    )
+
+    def generated(size: int, *args: Any, **kwargs: Any) -> Tensor:
+        mask = generate(size, *args, **kwargs)
+        made[mask] = None
+        return mask
+
+    def detected(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if is_causal is None and mask is not None and mask in made:
+            return size is None or mask.shape[-2] == size
+        return bool(detect(mask, is_causal, size))
+
+    with (
+        patched(layers, "_generate_square_subsequent_mask", generated),
+        patched(layers, "_detect_is_causal_mask", detected),
+    ):
         yield
 
 

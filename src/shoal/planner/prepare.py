@@ -40,7 +40,7 @@ from shoal.optim.groups import GroupRule
 from shoal.parallel.context.documents import searching
 from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
-from shoal.planner.finite import FiniteCalls, masks_seen
+from shoal.planner.finite import FiniteCalls, causal_seen, masks_seen
 from shoal.precision import Precision
 from shoal.training.loss import Loss
 
@@ -212,6 +212,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         stack.enter_context(mode)
         calls = stack.enter_context(FiniteCalls(mode))
         stack.enter_context(masks_seen(calls))
+        stack.enter_context(causal_seen())
         _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
         stack.enter_context(keyed_functional(local.randomness))
