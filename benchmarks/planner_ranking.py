@@ -26,7 +26,6 @@ data-parallel plan tells how much slower computing is than measured (`shoal plan
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -321,8 +320,7 @@ def print_set(each: dict[str, Any]) -> None:
 
 def kept(question: str, sets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sets of the last record of a question that are none of `sets`, which were run again."""
-    path = harness.RESULTS / f"{question}.json"
-    before = json.loads(path.read_text())["results"]["sets"] if path.is_file() else []
+    before = (harness.read_record(question) or {"results": {"sets": []}})["results"]["sets"]
     ran = {(each["model"], each["link"]) for each in sets}
     return [each for each in before if (each["model"], each["link"]) not in ran]
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.locked import locked
+from shoal.replace import sync
 
 Build = Callable[[Path], None]
 """Writes a library to a path. Raises RuntimeError if it cannot be built, OSError if it cannot be written."""
@@ -120,10 +121,10 @@ def _build(target: Path, build: Build) -> None:
         checksum.write_text(_digest(fresh))
         for path in (fresh, checksum):
             path.chmod(0o700)
-            _flush(path)
+            sync(path)
         fresh.replace(target)
         checksum.replace(_checksum_of(target))
-    _flush(target.parent)
+    sync(target.parent)
 
 
 def _checksum_of(target: Path) -> Path:
@@ -132,11 +133,3 @@ def _checksum_of(target: Path) -> Path:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
