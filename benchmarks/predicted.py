@@ -90,8 +90,9 @@ def peaks_of(plan: Mapping[str, Any], precision: str, small: bool, steps: int) -
 
 
 def lent(plan: Mapping[str, Any], precision: str) -> int:
-    """Bytes of the weights that PSS counts to other ranks, which have them in common with this one."""
-    if not plan.get("zero"):
+    """Bytes of the weights that PSS counts to other ranks, which have them in common with this one: those that are not
+    at home elsewhere."""
+    if not plan.get("zero") or "memory" in plan:
         return 0
     with torch.device("meta"):
         numel = sum(each.numel() for each in build_model().parameters())

@@ -141,6 +141,7 @@ class Changing:
         recipe, local, memory, trainer = assembled.recipe, assembled.local, assembled.memory, assembled.trainer
         self._recipe, self._local, self._memory, self._trainer = recipe, local, memory, trainer
         self._rebuild, self._session = Rebuild(local, memory, trainer), session
+        self._begun = False
         self.plan, self.world = local.ranks.plan, local.ranks.world
         self.device, self.ledger = self.world.device, self.world.ledger
         self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, assembled.microbatch
@@ -151,3 +152,9 @@ class Changing:
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
         self._session.closing.close()
+
+    def _begin(self) -> None:
+        """After a step: gives back the memory that the assembly and its first step have needed, and others do not."""
+        if not self._begun:
+            self._begun = True
+            give_back_memory()

@@ -94,6 +94,7 @@ class Running(Changing):
         self.step_index += 1
         self._rebuild.after_step(self._session.place)  # where ranks may meet, and lose each other
         self._trainer.runner.reported()
+        self._begin()
 
     def settle(self) -> None:
         """Ends what the exchange does in the background, until the next step.
