@@ -67,7 +67,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_memory() -> None:
-    """Gives the memory of tensors that lies free back to the system, after those of a plan or a model that is gone."""
+    """Gives the memory of tensors that lies free back to the system: of a plan or a model that is gone, or of an
+    engine's beginning."""
     if _tensors.cache_info().currsize and (tensors := _tensors()) is not None:
         tensors.shoal_tensors_give_back()
 
