@@ -109,3 +109,10 @@ def test_runs_of_blocks():
     assert more_of(runs, few, 5) == [(("full", 5),), *few[1:]]
     assert more_of(few, few, 5) == [few[0], few[1], few[1], few[2]], "no run is longer: a stage more"
     assert recompute_of(runs[2:]) == "none" and fewer(runs[:1], 4) == few[:1]
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 5, 9])
+def test_deep_pipelines_follow_from_a_model_of_any_number_of_blocks(layers, settled, ran):
+    """Of one with exactly four, each larger model was run dry whole: minutes for the largest that fits."""
+    job = settled(Plan(pp=2), layers=layers)
+    assert DryRuns(job, precision("bf16")).proved(job.job.model, "layers", job.job.plan) and max(ran) <= 10

@@ -194,10 +194,10 @@ class DryRuns:
         """Compares a pipeline of few blocks with what follows from the model's own; where that has short stages, from a
         deeper one in two stages."""
         shallow, number = {**table, depth: SHALLOW}, self.model(table).values[depth]
-        numbers = blocks_by_stage(self.model(shallow).factory, number, plan) if number > SHALLOW else (number,)
+        numbers = blocks_by_stage(self.model(shallow).factory, number, plan) if number > SHALLOW else ()
         if numbers is None:
             return False
-        if min(numbers) < SHALLOW:
+        if min(numbers, default=0) < SHALLOW:
             numbers = (SHALLOW + 1, SHALLOW + 1)
             table, plan = {**table, depth: sum(numbers)}, in_stages(plan, numbers)
         stages = min(len(numbers), 3)
