@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import World
+from shoal.device import CPU
 from shoal.planner import Subject, kept, running
 from shoal.planner import probe as module
 from shoal.planner.ask import numbers_of
@@ -318,6 +319,21 @@ def test_ranks_that_share_cores_run_it_at_once_and_once():
     prices = Search(task).prices
     counted = sum(prices.spent(place, Spread(), 2).forward for place in range(len(prices.pieces)))
     assert forward == pytest.approx(factor * counted), "that ranks crowd each other is not counted twice"
+
+
+@pytest.mark.parametrize("microbatch", [8, 16])
+def test_what_ranks_ran_to_choose_a_microbatch_is_known_where_it_is_given(microbatch, monkeypatch):
+    """It was timed anew, by a rank alone: a step was predicted to take less by 40% than while it was searched."""
+    subject, task = asked(Slow, None)
+    key = module._key(subject, module._tried(task.rows, None), kept.threads_of(CPU, 2), "settings", 2)
+    module._keep(key, [Ran(rows, 1.0 + rows, 2.0 + rows, 0.0, 0.0) for rows in (1, 4, 16)])
+    monkeypatch.setattr(module, "run", lambda *_: pytest.fail("it was run"))
+    prices = [Search(probe(subject, replace(task, microbatch=each), "settings")).prices for each in (None, microbatch)]
+    free, given = (each.spent(0, Spread(), microbatch) for each in prices)
+    assert free == given
+    monkeypatch.setattr(module, "run", lambda *_: [Ran(3, 1.0, 2.0, 0.0, 0.0)])
+    ((rows, *_),) = probe(subject, replace(task, microbatch=3), "settings").probed
+    assert rows == 3, "of other rows nothing is known"
 
 
 def test_a_rank_that_cannot_run_it_keeps_nobody_waiting():

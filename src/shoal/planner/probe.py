@@ -58,6 +58,10 @@ def probe(subject: Subject, task: Task, settings: object = None, together: Seque
     key_with = partial(_key, subject, rows, threads, settings)
     if shared := together or (_known(key_with(cluster.per_host)) if cluster.per_host > 1 else ()):
         return _with(shared, task, own.slower, key_with(cluster.per_host))
+    if cluster.per_host > 1 and task.microbatch is not None:  # ranks may have run it when a microbatch was searched
+        key = _key(subject, _tried(task.rows, None), threads, settings, cluster.per_host)
+        if (ran := _known(key)) and any(each.rows == task.microbatch for each in (*ran, *_others(ran, task.rows))):
+            return _with(ran, task, own.slower, key)
     with in_turn(partial(_known, key_with(1))) as ran:
         if ran is None:
             log.info("running the model for a moment to time it, once a month")
@@ -146,7 +150,7 @@ def _factors(ran: Sequence[Ran], task: Task, slower: float, key: str | None) -> 
     that was `slower` times faster than the task's. Where other work may have made it so long, it is not kept under
     `key` any more."""
     device, found, parts = task.cluster.hosts[0].device, list[Probed](), task.profile.parts
-    others = _others(ran, task.rows) if task.microbatch is None else []
+    others = [] if any(each.rows == task.microbatch for each in ran) else _others(ran, task.rows)
     for each in (*ran, *others):
         how = Spread(), each.rows
         forward, backward = (
