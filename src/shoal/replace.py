@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.errors import UserError
 
 
-def place_of(path: Path, option: str, example: str) -> Path:
+def place_of(path: Path, option: str, example: str, is_one: Callable[[Path], bool]) -> Path:
     """Returns where a file that a user names with `option` lies, which another one may replace: behind links. Raises
-    UserError where no file can be, and for what is none, such as a device."""
+    UserError where no file can be, for what is none, such as a device, and for a file of another kind than those of
+    which `is_one` says so: a job's, say, that would be lost."""
     if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: give a file in a directory that there is, such as {example}")
+    if path.exists() and not is_one(path):
+        raise UserError(f"{option} {path} would replace a file of another kind: give another name, such as {example}")
     return path.resolve()
 
 

@@ -60,6 +60,23 @@ def test_a_cluster_file_that_cannot_be_written_is_refused_before_measuring(shoal
     assert answer.code == 2 and "here.toml: give a file in a directory that there is" in answer.err
 
 
+def test_fewer_rows_than_a_step_should_have_are_said(shoal, job_file):
+    answer = shoal("plan", job_file, "--on", "8xh100", "--set", "train.global_batch=100000")
+    assert answer.code == 0 and "not 100000 as train.global_batch says: the data have no more" in answer.out
+    assert "the data have no more" not in shoal("plan", job_file, "--on", "8xh100").out
+
+
+def test_no_job_file_is_replaced(shoal, job_file, monkeypatch):
+    from shoal.cli import measured
+
+    monkeypatch.setattr(measured, "here", lambda *_, **__: pytest.fail("it is measured"))
+    before = job_file.read_text()
+    for command in (("--measure", job_file), (job_file, "--on", "8xh100", "--html", job_file)):
+        answer = shoal("plan", *command)
+        assert answer.code == 2 and "would replace a file of another kind: give another name, such as" in answer.err
+    assert job_file.read_text() == before
+
+
 def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     answer = shoal(
         "plan",

@@ -28,6 +28,7 @@ def test_machines_by_name() -> None:
     assert many.link(1, 64, "all_to_all") == many.link(1, 64, "send") == BETWEEN
     fast = replace(many, between=Link(0.0, 1e12))
     assert fast.link(1, 64).bandwidth == MACHINES["h100"].inside.bandwidth  # no faster than inside
+    assert fast.link(1, 64, "send").bandwidth == MACHINES["h100"].inside.bandwidth and fast.link(8, 8) == fast.between
     assert cluster_of("910bx16", MACHINES, BETWEEN).hosts[0].device.name == "910b"
     with pytest.raises(UserError, match=r'^--on "8xh10" is no machine'):
         cluster_of("8xh10", MACHINES, BETWEEN)

@@ -213,6 +213,13 @@ def test_of_ranks_that_share_a_core_the_time_on_it_counts():
     assert (whole(1.0), whole(2.0)) == pytest.approx((4.0, 3.0))
 
 
+def test_one_round_that_was_held_up_does_not_say_what_forward_takes():
+    """A backward of half a second made of a forward of 6 us what was kept for a month."""
+    every = [[running.Timed(0.001, 0.002, (0.0, 0.0), 1.0)] * 4 + [running.Timed(0.001, 0.5, (0.0, 0.0), 1.0)]]
+    merged = running._merged(4, every, 1.0)
+    assert (merged.forward, merged.backward) == pytest.approx((0.001, 0.002))
+
+
 def test_python_that_comes_once_is_timed_after_the_model_itself(monkeypatch):
     """By what it takes on the core then, not after products that are large: of ranks that share cores and caches it
     takes as long as beside this model, four times, where a process alone finds half as much."""
@@ -326,11 +333,11 @@ def test_what_ranks_ran_to_choose_a_microbatch_is_known_where_it_is_given(microb
     """It was timed anew, by a rank alone: a step was predicted to take less by 40% than while it was searched."""
     subject, task = asked(Slow, None)
     key = module._key(subject, module._tried(task.rows, None), kept.threads_of(CPU, 2), "settings", 2)
-    module._keep(key, [Ran(rows, 1.0 + rows, 2.0 + rows, 0.0, 0.0) for rows in (1, 4, 16)])
+    module._keep(key, [Ran(rows, (1 + rows) / 1e3, (2 + rows) / 1e3, 0.0, 0.0) for rows in (1, 4, 16)])
     monkeypatch.setattr(module, "run", lambda *_: pytest.fail("it was run"))
     prices = [Search(probe(subject, replace(task, microbatch=each), "settings")).prices for each in (None, microbatch)]
     free, given = (each.spent(0, Spread(), microbatch) for each in prices)
-    assert free == given
+    assert (given.forward, given.backward) == pytest.approx((free.forward, free.backward))
     monkeypatch.setattr(module, "run", lambda *_: [Ran(3, 1.0, 2.0, 0.0, 0.0)])
     ((rows, *_),) = probe(subject, replace(task, microbatch=3), "settings").probed
     assert rows == 3, "of other rows nothing is known"

@@ -53,7 +53,7 @@ class Options(NamedTuple):
 def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: bool, page: Path | None) -> None:
     """Asks the planner and prints what it found. `page`: an HTML file to write besides. Raises UserError where nothing
     is legal or fits."""
-    place = None if page is None else place_of(page, "--html", "plan.html")
+    place = None if page is None else place_of(page, "--html", "plan.html", _is_page)
     limit = None if given.device is None else float(nbytes(given.device, "--device", 1))
     budget, currency = (None, "") if given.budget is None else money(given.budget)
     chosen = ask(job, assignments, Asked(given.on, given.pins, budget, currency, limit, given.allow))
@@ -69,6 +69,12 @@ def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: b
     console.print(*lines(chosen, told), sep="\n")
     if page is not None:
         console.print(f"drawn in {page}")
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is a page, or empty."""
+    with path.open("rb") as file:
+        return file.read(15).lower() in (b"", b"<!doctype html>")
 
 
 def money(text: str) -> tuple[float, str]:
@@ -173,11 +179,13 @@ def totals(chosen: Chosen) -> Iterator[str]:
     share = chosen.bytes / task.usable
     takes = "needs at least" if chosen.plan.memory else "takes"  # a budget: what is left keeps what is used again
     yield f"a rank {takes} {share:.0%} of the {units.size(task.usable)} that it may use, confirmed by dry runs"
+    if task.rows < (batch := chosen.settled.job.train.global_batch):
+        yield f"a step has {task.rows} rows, not {batch} as train.global_batch says: the data have no more"
     said = f"{chosen.steps} steps take {units.duration(chosen.hours * 3600)}"
     if chosen.steps != chosen.settled.total:
         said = f"train.seconds = {chosen.settled.job.train.seconds:g} ends the job: {said}"
     if chosen.price is not None:
-        said += f" and cost {cluster.money(chosen.price)}"
+        said += f" and cost {escape(cluster.money(chosen.price))}"
     if cluster.watts:
         said += f"; the devices use up to {chosen.hours * cluster.watts / 1e3:,.3g} kWh"
     yield said

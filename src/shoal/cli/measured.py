@@ -18,6 +18,7 @@ from shoal.launch.scratch import scratch
 from shoal.planner.cluster_file import write_cluster
 from shoal.planner.measure import here
 from shoal.replace import place_of
+from shoal.toml import read_toml
 
 
 def measure_machine(path: Path, nproc: int | None, as_json: bool) -> None:
@@ -28,7 +29,7 @@ def measure_machine(path: Path, nproc: int | None, as_json: bool) -> None:
         raise UserError(f"--nproc {ranks}: give at least 1 rank")
     if path.suffix != ".toml":
         raise UserError(f"--measure {path}: cluster files are called *.toml, so that --on knows them")
-    place = place_of(path, "--measure", "here.toml")
+    place = place_of(path, "--measure", "here.toml", _is_cluster)
     device = any_device() if len(accelerators()) >= ranks else CPU
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     groups = _groups(ranks) if ranks > 1 else None
@@ -39,6 +40,12 @@ def measure_machine(path: Path, nproc: int | None, as_json: bool) -> None:
         return
     for each in (*cluster.said, f"written to {path}, for shoal plan JOB --on {path}"):
         Console(highlight=False, soft_wrap=True).print(escape(each))
+
+
+def _is_cluster(path: Path) -> bool:
+    """Whether a file describes a cluster, or nothing."""
+    content = read_toml(path, "cluster file")
+    return not content or "hosts" in content
 
 
 def _groups(ranks: int) -> Reaches:

@@ -22,7 +22,7 @@ def closest(pattern: str, names: Sequence[str], matches: Matches) -> str:
     corrected = _corrected(parts, names)
     tried = (".".join(corrected), *_deeper(corrected), *_as_a_whole(parts, names), *_around(corrected, names))
     for meant in tried:
-        if any(matches(meant, name) for name in names):
+        if meant and any(matches(meant, name) for name in names):
             return f' Did you mean "{meant}"?'
     return _numbers(parts, names)
 

@@ -228,13 +228,13 @@ class Cluster:
     def link(self, stride: int, ranks: int, operation: str = "all_gather") -> Link:
         """The link of a group of `ranks`, `stride` apart: that inside of hosts where the group lies within one. Else
         each of its members in a host has a ring of its own, through its own port, and takes a part of the bytes; what
-        has one receiver goes through one port."""
+        has one receiver goes through one port, and between some of its members inside of hosts."""
         if self.per_host % (stride * ranks) == 0:
             return self.inside
-        members = max(1, self.per_host // stride) if operation in RINGS else 1
+        members = max(1, self.per_host // stride)
         if members == 1 or self.between.reached:  # what was measured was over all ports
             return self.between
-        return _through(self.between, members, self.inside.bandwidth)
+        return _through(self.between, members if operation in RINGS else 1, self.inside.bandwidth)
 
     @cached_property
     def inside(self) -> Link:

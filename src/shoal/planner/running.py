@@ -215,9 +215,7 @@ def _merged(rows: int, every: Sequence[Sequence[Timed]], crowd: float) -> Ran:
     rounds = list(zip(*every, strict=True))
     all_of: Callable[[list[float]], float] = statistics.mean if crowd > 1 else max
     whole = statistics.median(all_of([each.whole for each in of_round]) for of_round in rounds)
-    forward = statistics.mean(each.forward for of_round in rounds for each in of_round)
-    backward = statistics.mean(each.backward for of_round in rounds for each in of_round)
-    share = forward / (forward + backward)
+    share = statistics.median(each.forward / each.whole for of_round in rounds for each in of_round)
     some, full = (_more(rounds, place, all_of) for place in range(len(WAYS)))
     cold = statistics.median(each.cold for of_round in rounds for each in of_round)
     return Ran(rows, share * whole, (1 - share) * whole, some, full, max(1.0, cold))
