@@ -344,6 +344,22 @@ def test_what_experts_compute_is_not_left_to_the_machine(settled: Callable[..., 
         answer_for(file, [], Options("2xh100"), True, None)  # as the run
 
 
+def test_another_machine_is_named_as_to_the_command(settled: Callable[..., Settled], tmp_path: Path) -> None:
+    job, alone = settled("auto", layers=2), World.single("cpu")
+    ask = partial(auto_plan, job.model.factory, job.model.loss, SGD, job.model.prepare_data(job.data.train)[0])
+    plan, _ = ask(global_batch=8, world=alone, cluster="2xh100")
+    assert plan.size == 2
+    wrong: dict[str, dict[str, Any]] = {
+        r"cluster = \"2xh10\" is no machine. Did you mean": {"cluster": "2xh10"},
+        r"cluster = 8: give a machine by name": {"cluster": 8},
+        r"global_batch = 0: a step needs at least one sample": {"global_batch": 0},
+        r"what trains apart are replicas, of which there are two at least": {"pins": {"exchange": "diloco"}},
+    }
+    for said, given in wrong.items():
+        with pytest.raises(UserError, match=said):
+            ask(**{"global_batch": 8, "world": alone, "cluster": "1xh100", **given})
+
+
 def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_path: Path, capsys: Any) -> None:
     settled()
     job, page = tmp_path / "job.toml", tmp_path / "plan.html"

@@ -25,12 +25,14 @@ from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.ask import check_tokens, legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
+from shoal.planner.cluster_file import cluster_of
 from shoal.planner.compiled import keeps_inside, why_not_compiled
 from shoal.planner.confirm import confirm
 from shoal.planner.degrees import ways
 from shoal.planner.dry_run import dry_run, dry_run_stages
+from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.measure import groups_of, here
-from shoal.planner.pins import check_pins, check_traced
+from shoal.planner.pins import check_machine, check_pins, check_traced
 from shoal.planner.positions import tokens_of
 from shoal.planner.predict import Machine, lacking_most, predict
 from shoal.planner.prepare import Subject, Untraced
@@ -66,7 +68,7 @@ def auto_plan(
     param_groups: GroupRule | None = None,
     buffers: str = "exact",
     world: World | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
 ) -> tuple[Plan, int]:
     """Returns the fastest plan for `Engine`, and its microbatch. A collective call: rank 0 asks, and tells the others.
 
@@ -76,7 +78,8 @@ def auto_plan(
     pins: fields of the plan that are given, e.g. {"tp": 2}.
     buffers: as for Engine: where several replicas cannot keep them as one process would, there is one, unless
         "averaged".
-    cluster: by default this machine, measured, with what groups of the ranks reach.
+    cluster: another machine, as `shoal plan --on` is given it: "8xh100", "h100x64" or the path of a cluster file; by
+        default this machine, measured, with what groups of the ranks reach.
 
     A model that cannot be traced, as values decide what it computes, is data parallel over all ranks; rank 0 logs a
     warning of what could not be traced. Raises UserError, on all ranks alike, where nothing is legal or fits, or where
@@ -90,9 +93,8 @@ def auto_plan(
 
     def find() -> tuple[dict[str, Any], int]:
         check_pins(given)
-        machine = cluster
-        if machine is None:
-            machine = here(world.size, world.per_host, numbers.model, world.device, groups, sharing=world.on_host)
+        machine = _machine(cluster, world, partial(here, dtype=numbers.model, groups=groups))
+        check_machine(given, machine.size)
         values = _settings(model, microbatch)
         check_tokens(given, values, length, machine.size)
         try:
@@ -115,6 +117,13 @@ def auto_plan(
     return Plan.from_dict(table), rows
 
 
+def _machine(given: Cluster | str | None, world: World, here: Callable[..., Cluster]) -> Cluster:
+    """The machine that is given or named, or that of these ranks."""
+    if given is None:
+        return here(world.size, world.per_host, device=world.device, sharing=world.on_host)
+    return cluster_of(given, MACHINES, BETWEEN, "cluster =") if isinstance(given, str) else given
+
+
 def _row_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """The row of the data among the arguments of `auto_plan`, as an engine would have it. Raises UserError for those
     that an engine would refuse, in its words."""
@@ -125,6 +134,8 @@ def _row_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
     if isinstance(given["model"], nn.Module):
         remedy = "give a function that makes one, such as lambda: Model(config)"
         raise ArgumentError("model", f" is a ready module, and a plan is found by making it anew: {remedy}")
+    if not isinstance(given["cluster"], Cluster | str | None):
+        raise ArgumentError("cluster", f' = {given["cluster"]!r:.100}: give a machine by name, such as "8xh100"')
     if not isinstance(given["pins"], Mapping | None):
         raise ArgumentError("pins", f' = {given["pins"]!r:.100}: give a table of fields of a plan, such as {{"tp": 2}}')
     return {key: each[0] for key, each in stack_samples([given["sample"]]).items()}

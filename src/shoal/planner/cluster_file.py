@@ -67,9 +67,9 @@ BLANK = Host(Device(MEASURED, {}, 0, 1.0), 1, Link(0.0, 1.0), 0, 1.0)
 NAMED = re.compile(r"(?:(?P<number>\d{1,9})x)?(?P<name>[a-z0-9]*?[a-z][a-z0-9]*?)(?:x(?P<total>\d{1,9}))?")
 
 
-def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluster:
+def cluster_of(text: str, machines: Mapping[str, Host], between: Link, asked: str = "--on") -> Cluster:
     """Reads what --on gives: the path of a cluster file, or a name such as "8xh100", "h100x64". Raises UserError
-    otherwise."""
+    otherwise. `asked`: where it was given."""
     if text.endswith(".toml"):
         return read_cluster(Path(text), machines, between)
     found = NAMED.fullmatch(text.lower())
@@ -77,14 +77,16 @@ def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluste
     if found is None or not known or (found["number"] and found["total"]):
         name = "" if found is None else found["name"]
         raise UserError(
-            f'--on "{text}" is no machine.{did_you_mean(name, list(machines))} Give 8xNAME or NAMEx64 (devices) with '
-            f"one of {', '.join(machines)}, or the path of a cluster file, *.toml"
+            f'{asked} "{text}" is no machine.{did_you_mean(name, list(machines))} Give 8xNAME or NAMEx64 (devices) '
+            f"with one of {', '.join(machines)}, or the path of a cluster file, *.toml"
         )
     host, devices = machines[known[0]], int(found["total"] or found["number"] or machines[known[0]].count)
     if not 1 <= devices <= MOST_DEVICES:
-        raise UserError(f'--on "{text}": give from 1 to {MOST_DEVICES} devices')
+        raise UserError(f'{asked} "{text}": give from 1 to {MOST_DEVICES} devices')
     if devices > host.count and devices % host.count:
-        raise UserError(f'--on "{text}": hosts of {known[0]} have {host.count} devices, so more are a multiple of that')
+        raise UserError(
+            f'{asked} "{text}": hosts of {known[0]} have {host.count} devices, so more are a multiple of that'
+        )
     if devices <= host.count:
         hosts: tuple[Host, ...] = (replace(host, count=devices, price=host.price * devices / host.count),)
     else:

@@ -118,8 +118,6 @@ def choose_microbatch(given: int | None, global_batch: int, plan: Plan, module: 
 
     Raises UserError where that would change what the model computes.
     """
-    if global_batch < 1:
-        raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     check_microbatch(given, global_batch)
     check_routing(given, module, sync_bn)
     chosen = usual_microbatch(given, global_batch, plan, sync_bn)
@@ -147,6 +145,8 @@ def usual_microbatch(given: int | None, global_batch: int, plan: Plan, sync_bn: 
 
 def check_microbatch(given: int | None, global_batch: int) -> None:
     """Raises ArgumentError for a number of samples that no step has."""
+    if global_batch < 1:
+        raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     if given is not None and not 1 <= given <= global_batch:
         raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
 
