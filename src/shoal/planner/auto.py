@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.assembly.arguments import check_arguments
 from shoal.assembly.recipe import Recipe
-from shoal.comm import World
+from shoal.comm import Reaches, World
 from shoal.comm.first import from_first
 from shoal.data import stack_samples
 from shoal.errors import ArgumentError, UserError
@@ -93,7 +94,7 @@ def auto_plan(
 
     def find() -> tuple[dict[str, Any], int]:
         check_pins(given)
-        machine = _machine(cluster, world, partial(here, dtype=numbers.model, groups=groups))
+        machine = _machine(cluster, world, numbers.model, groups)
         check_machine(given, machine.size)
         values = _settings(model, microbatch)
         check_tokens(given, values, length, machine.size)
@@ -117,10 +118,10 @@ def auto_plan(
     return Plan.from_dict(table), rows
 
 
-def _machine(given: Cluster | str | None, world: World, here: Callable[..., Cluster]) -> Cluster:
-    """The machine that is given or named, or that of these ranks."""
+def _machine(given: Cluster | str | None, world: World, dtype: torch.dtype, groups: Reaches | None) -> Cluster:
+    """The machine that is given or named, or that of these ranks, with what their `groups` reach."""
     if given is None:
-        return here(world.size, world.per_host, device=world.device, sharing=world.on_host)
+        return here(world.size, world.per_host, dtype, world.device, groups, sharing=world.on_host)
     return cluster_of(given, MACHINES, BETWEEN, "cluster =") if isinstance(given, str) else given
 
 
