@@ -110,11 +110,13 @@ def seconds_of(
     return work + launched if device.on_host else max(work, launched)
 
 
-def whole_model(parts: Sequence[PartProfile], rows: float, device: Device, numbers: Numbers) -> float:
-    """Seconds of `rows` rows of all parts, there and back, on one rank alone."""
+def there_and_back(
+    parts: Sequence[PartProfile], spread: Spread, rows: float, device: Device, numbers: Numbers, compiled: bool
+) -> float:
+    """Seconds of `rows` rows of these parts on one rank of `spread`, with blocks as they are written, or `compiled`."""
     times = (FORWARD, 1.0), (BACKWARD, device.backward)
     return math.fsum(
-        factor * seconds_of(part, Spread(), rows, each, device, numbers, False)
+        factor * seconds_of(part, spread, rows, each, device, numbers, compiled and part.is_block)
         for part in parts
         for each, factor in times
     )

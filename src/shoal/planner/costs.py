@@ -23,7 +23,7 @@ from shoal.planner.computing import (
     python_of,
     python_once,
     seconds_of,
-    whole_model,
+    there_and_back,
 )
 from shoal.planner.degrees import Spread
 from shoal.planner.pieces import grouped, kind, sent
@@ -72,10 +72,10 @@ class Prices:
         self.is_known = cache(self._has_same_links)
         if known is None:
             self._computed, self._recomputed = cache(self._compute), cache(self._recompute)
-            self._sizes, self.speeds = cache(self._measure), cache(self._speeds)
+            self._sizes, self._of_hosts = cache(self._measure), cache(self._compared)
         else:
             self._computed, self._recomputed = known._computed, known._recomputed
-            self._sizes, self.speeds = known._sizes, known.speeds
+            self._sizes, self._of_hosts = known._sizes, known._of_hosts
 
     @cached_property
     def pieces(self) -> list[list[PartProfile]]:
@@ -141,29 +141,36 @@ class Prices:
 
     @cached_property
     def slowest(self) -> Device:
-        """The device that others wait for."""
-        return self._cluster.devices[max(range(len(self._alone)), key=self._alone.__getitem__)]
+        """The device that others wait for: the one that takes longest alone for its share of the rows of a step."""
+        rows = self.task.microbatch or max(1, self.task.rows // self._cluster.size)
+        return max(self._cluster.devices, key=lambda device: self._alone(device, Spread(), rows))
+
+    def _alone(self, device: Device, spread: Spread, rows: float) -> float:
+        """Seconds that a device takes for so many rows of all of the model."""
+        how = spread, rows, device, self.task.numbers, self.compiled
+        alike = self.alike(range(len(self.pieces)))
+        return math.fsum(number * there_and_back(self.pieces[place], *how) for place, number in alike)
 
     @cached_property
     def _probed(self) -> ByRows:
         return ByRows(self.task, self.slowest)
 
-    @cached_property
-    def speed_of_hosts(self) -> list[float]:
-        """How fast the devices of each host are, relative to the slowest."""
-        devices, slow = self._cluster.devices, max(self._alone)
-        return [slow / self._alone[devices.index(host.device)] for host in self._cluster.hosts]
+    def speeds_of_hosts(self, spread: Spread, rows: float) -> list[float]:
+        """How fast the devices of each host are with microbatches of so many rows, relative to `slowest`."""
+        return self._of_hosts(spread.inside, rows)
 
-    @cached_property
-    def _alone(self) -> list[float]:
-        """Seconds that each kind of device takes of its share of the rows of a step, with all of the model."""
-        task, devices = self.task, self._cluster.devices
-        rows = task.microbatch or max(1, task.rows // self._cluster.size)
-        return [whole_model(task.profile.parts, rows, each, task.numbers) for each in devices]
+    def _compared(self, spread: Spread, rows: float) -> list[float]:
+        devices, hosts = self._cluster.devices, self._cluster.hosts
+        if len(devices) == 1:
+            return [1.0] * len(hosts)
+        alone = [self._alone(each, spread, rows) for each in devices]
+        slow = alone[devices.index(self.slowest)]
+        return [slow / alone[devices.index(host.device)] for host in hosts]
 
-    def _speeds(self, stages: int) -> list[float]:
-        """How fast the slowest device of each rank of a pipeline is."""
-        each, count, of_host = self._cluster.size // stages, self._cluster.per_host, self.speed_of_hosts
+    def speeds(self, spread: Spread, rows: float) -> list[float]:
+        """How fast the slowest device of each rank of a pipeline is with microbatches of so many rows."""
+        stages, count, of_host = spread.stages, self._cluster.per_host, self.speeds_of_hosts(spread, rows)
+        each = self._cluster.size // stages
         return [
             min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
         ]

@@ -12,15 +12,16 @@ from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts
 from shoal.planner.pipes import cut
 from shoal.planner.sizes import Sizes, together
+from shoal.planner.task import Task
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
 """The kinds of blocks of a stage: a piece that has one, and the numbers of those in the stage among all blocks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cuts:
     """`numbers` of pieces of each stage; the distinct pieces with how many there are, the sizes, the blocks of each.
-    `alike`: the ranks of a pipeline that hold as much as each other."""
+    `alike`: the ranks of a pipeline that hold as much as each other. One object for each of these (see Timed)."""
 
     numbers: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...]
@@ -45,28 +46,43 @@ class Cuts:
         )
 
 
-def cut_for(prices: Prices, spread: Spread, stages: int) -> Cuts:
-    """Cuts the model into `stages`, such that the slowest is as fast as can be; as pinned, where that is."""
-    number, given = len(prices.pieces), prices.task.pins.get("stages")
+def fastest(prices: Prices, spread: Spread, stages: int, rows: float) -> tuple[int, ...]:
+    """The numbers of pieces of `stages`, such that the slowest takes as little as can be for a microbatch of `rows`
+    rows; as pinned, where that is."""
     if stages == 1:
-        numbers = [number]
-    elif isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
-        numbers = list(given)
-    else:
-        distinct = {place: alone(prices, place, spread) for place in set(prices.like)}
-        costs = [distinct[place] for place in prices.like]
-        speeds = prices.speeds(spread.stages)
-        numbers = cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)])
+        return (len(prices.pieces),)
+    if given := pinned(prices.task, stages):
+        return given
+    costs, speeds = costs_of(prices, spread, rows), prices.speeds(spread, rows)
+    return tuple(cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)]))
+
+
+def pinned(task: Task, stages: int) -> tuple[int, ...]:
+    """The numbers of pieces of `stages` that a pin says; nothing where none does."""
+    given = task.pins.get("stages")
+    if isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
+        return tuple(given)
+    return ()
+
+
+def costs_of(prices: Prices, spread: Spread, rows: float) -> list[float]:
+    """Seconds of a microbatch of each piece of the model (see `alone`)."""
+    distinct = {place: alone(prices, place, spread, rows) for place in set(prices.like)}
+    return [distinct[place] for place in prices.like]
+
+
+def cut_at(prices: Prices, spread: Spread, numbers: tuple[int, ...]) -> Cuts:
+    """The stages with these numbers of pieces."""
     places = [range(*each) for each in pairwise([0, *accumulate(numbers)])]
     pieces = tuple(map(prices.alike, places))
     sizes = tuple(together([(prices.sizes(place, spread), many) for place, many in stage]) for stage in pieces)
     ranks, alike = spread.stages, dict[object, list[int]]()
     for rank in range(ranks):
         alike.setdefault((pieces[rank::ranks], rank == ranks - 1), []).append(rank)
-    return Cuts(tuple(numbers), pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
+    return Cuts(numbers, pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
 
 
-def alone(prices: Prices, place: int, spread: Spread, rows: int = 1) -> float:
+def alone(prices: Prices, place: int, spread: Spread, rows: float) -> float:
     """Seconds of a microbatch of a piece, there and back, with what is sent and without recompute."""
     spent = prices.spent(place, spread, rows)
     sent = sum(seconds for _, seconds in (*spent.sent_forward, *spent.sent_backward))

@@ -20,7 +20,6 @@ from shoal.planner.pipes import Pace, passed_on, simulated, slowest
 from shoal.planner.recomputed import Recomputed
 from shoal.planner.replicas import Dealt
 from shoal.planner.task import Choice, Estimate
-from shoal.planner.timed import timing
 
 
 class Begun(NamedTuple):
@@ -83,7 +82,11 @@ class Estimates(Recomputed):
     @once_in_as_much_memory
     def _floor(self, spread: Spread, choice: Choice) -> tuple[float, bool]:
         lane = self.lane(choice)
-        if len(lane.policies) == 1 or "recompute" in self.task.pins or len(self.replicas(spread).speeds) > 1:
+        if (
+            len(lane.policies) == 1
+            or "recompute" in self.task.pins
+            or len(self.replicas(spread, choice.microbatch).speeds) > 1
+        ):
             return 0.0, True
         terms, deal, stages, _ = self._in_lane(choice, lane, lane.none(), self._meets(choice))
         needs = list(self._needs(choice, lane, deal.most))
@@ -103,8 +106,8 @@ class Estimates(Recomputed):
     def holds(self, choice: Choice) -> Held:
         """What the rank holds whose device is fullest. Where replicas are alike it is known without any seconds."""
         lane, counts = self.lane(choice), self.counts(choice)
-        if self._have_as_many(choice.spread):
-            most = math.ceil(math.ceil(self.task.rows / choice.microbatch) / len(self.replicas(choice.spread).kinds))
+        if self._have_as_many(choice):
+            most = math.ceil(math.ceil(self.task.rows / choice.microbatch) / choice.spread.copies)
         else:
             most = self.deal(choice, lane, counts).most
         return self._fullest(choice, lane, counts, most)
@@ -160,9 +163,9 @@ class Estimates(Recomputed):
         """What the rank of a pipeline that ends last does beside computing: the one that others wait for (`found`), or
         one with more weights, which has their exchange and update before it when its last backward has ended; that of
         a later stage ends as much before that of the first one as those between take."""
-        lane, trained = begun.lane, self._own(begun.choice.spread, begun.lane.stages, begun.slow).trained
+        lane, trained = begun.lane, self._own(begun.choice.spread, begun.lane.cuts, begun.slow).trained
         for rank, *_ in lane.cuts.alike:
-            if self._own(begun.choice.spread, lane.stages, rank).trained > trained:
+            if self._own(begun.choice.spread, lane.cuts, rank).trained > trained:
                 other, early = self._beside(begun, rank), sum(each.backward for each in begun.stages[:rank])
                 other = other._replace(copies=max(0.0, other.copies - early))
                 found = max(found, other, key=lambda each: each.seconds)
@@ -170,7 +173,7 @@ class Estimates(Recomputed):
 
     def _beside(self, begun: Begun, rank: int) -> Beside:
         choice, counts, lane, stages, number = begun.choice, begun.counts, begun.lane, begun.stages, begun.deal.number
-        ranks, own, tied = choice.spread.stages, self._own(choice.spread, lane.stages, rank), self.tied(choice.spread)
+        ranks, own, tied = choice.spread.stages, self._own(choice.spread, lane.cuts, rank), self.tied(choice.spread)
         crowd = self.crowd(choice.spread)
         alone = crowd.speed(1 / crowd.stages)  # the last to compute
         window = sum(each.backward for each in stages[rank::ranks]) / alone, number * slowest(stages, ranks)[1]
@@ -208,7 +211,7 @@ class Estimates(Recomputed):
 
     def _ranks(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> list[Held]:
         """What ranks hold: of those that are alike, also in what they compute again, the one with most under way."""
-        plain, alike = self._plain(*timing(choice), most), dict[object, list[int]]()
+        plain, alike = self._plain(choice, lane, most), dict[object, list[int]]()
         again = lane.recomputes(counts)
         alone = again and choice.chunks > 1  # what frees much may be what few are under way of
         for number, ranks in enumerate(lane.cuts.alike):
@@ -223,10 +226,10 @@ class Estimates(Recomputed):
         if lane.recomputes(counts):
             kept, whole = self._kept(choice, lane, rank, self._flying(choice, rank, most), counts)
         else:
-            kept, whole = self._plain(*timing(choice), most)[rank], 0.0
+            kept, whole = self._plain(choice, lane, most)[rank], 0.0
         stays = choice.on_device
         device = {**self._stands(choice, rank).by_role, "activations": stays * kept + whole}
-        own = self._own(choice.spread, lane.stages, rank)
+        own = self._own(choice.spread, lane.cuts, rank)
         found = held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
         return found._replace(rank=rank)
 

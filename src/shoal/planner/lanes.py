@@ -41,7 +41,7 @@ class Lane:
     ) -> None:
         self.cuts, self._prices, self._spread, self.policies = cuts, prices, spread, policies
         self._rows, self._mean = rows, mean
-        self.ranks, self.stages, self.speeds = spread.stages, len(cuts.pieces), prices.speeds(spread.stages)
+        self.ranks, self.stages, self.speeds = spread.stages, len(cuts.pieces), prices.speeds(spread, mean)
         self._again, self._freed = cache(self._repeated), cache(self._not_kept)  # most stages are alike
 
     @cached_property

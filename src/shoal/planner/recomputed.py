@@ -13,7 +13,7 @@ from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane
 from shoal.planner.policies import by_place
 from shoal.planner.task import Choice
-from shoal.planner.timed import Timed, timing
+from shoal.planner.timed import Timed
 
 FREER = 16
 """Ways at most to compute again more than must be that are tried."""
@@ -85,7 +85,7 @@ class Recomputed(Timed):
 
     def _needs(self, choice: Choice, lane: Lane, number: int) -> Iterator[tuple[int, float]]:
         """Yields the ranks of a pipeline that have to free something, and how many bytes."""
-        plain, stays = self._plain(*timing(choice), number), choice.on_device
+        plain, stays = self._plain(choice, lane, number), choice.on_device
         for ranks in lane.cuts.alike if stays else ():
             room = self.most(choice) - self._stands(choice, ranks[0]).bytes
             for rank in ranks:
@@ -95,7 +95,7 @@ class Recomputed(Timed):
     def _cheapest(self, choice: Choice, lane: Lane, rank: int, flying: tuple[int, ...], need: float) -> Counts:
         """The counts of a rank's blocks that free `need` bytes in the least time; where none do, those that free
         most."""
-        whole = self._own(choice.spread, lane.stages, rank).again * choice.microbatch
+        whole = self._own(choice.spread, lane.cuts, rank).again * choice.microbatch
         best = None
         fronts = [(lane.front(rank, flying, True), need)] if "none" in lane.policies else []
         for front, wanted in (*fronts, (lane.front(rank, flying, False), need + whole)):

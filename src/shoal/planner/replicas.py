@@ -43,10 +43,10 @@ class Dealt(NamedTuple):
     shares: tuple[float, ...]
 
 
-def replicas_of(prices: Prices, spread: Spread) -> Replicas:
-    """The replicas of `spread`."""
-    even = tuple(prices.speeds(spread.stages))
-    hosts = prices.speed_of_hosts
+def replicas_of(prices: Prices, spread: Spread, rows: float) -> Replicas:
+    """The replicas of `spread` with microbatches of so many rows."""
+    even = tuple(prices.speeds(spread, rows))
+    hosts = prices.speeds_of_hosts(spread, rows)
     if len(set(hosts)) == 1:
         return Replicas((even,), (0,) * spread.copies)
     ranks = np.repeat(np.array(hosts), prices.task.cluster.per_host)

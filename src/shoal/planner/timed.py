@@ -10,7 +10,7 @@ from operator import mul
 from typing import NamedTuple
 
 from shoal.planner.costs import Prices
-from shoal.planner.cuts import Cuts, alone, cut_for
+from shoal.planner.cuts import Cuts, alone, cut_at, fastest
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import agreed
 from shoal.planner.held import Tied, standing, tied_elements
@@ -49,13 +49,22 @@ class Timed:
         self.by_compile: tuple[Prices, Prices] = self.prices, Prices(task, True, of[1])  # as written, and compiled
         self.is_known = self.prices.is_known
 
-    @once
-    def _cuts(self, spread: Spread, stages: int) -> Cuts:
-        return cut_for(self.prices, spread, stages)
+    def cuts(self, choice: Choice) -> Cuts:
+        """The stages of a choice: those that it says, or the ones of which the slowest takes least."""
+        spread = choice.spread
+        numbers = choice.stages or self._fastest(spread, choice.chunks, choice.microbatch, choice.compile)
+        return self._cuts(spread, numbers)
 
     @once
-    def _lane(self, spread: Spread, rows: int, chunks: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
-        cuts = self._cuts(spread, spread.stages * chunks)
+    def _cuts(self, spread: Spread, numbers: tuple[int, ...]) -> Cuts:
+        return cut_at(self.prices, spread, numbers)
+
+    @once
+    def _fastest(self, spread: Spread, chunks: int, rows: int, compiled: bool) -> tuple[int, ...]:
+        return fastest(self.by_compile[compiled], spread, spread.stages * chunks, self.mean(spread, rows))
+
+    @once
+    def _lane(self, spread: Spread, cuts: Cuts, rows: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
         return Lane(self.by_compile[compiled], cuts, spread, rows, self.mean(spread, rows), policies)
 
     def mean(self, spread: Spread, rows: int) -> float:
@@ -64,13 +73,14 @@ class Timed:
         return rows if spread.copies > 1 else self.task.rows / math.ceil(self.task.rows / rows)
 
     @once
-    def replicas(self, spread: Spread) -> Replicas:
-        return replicas_of(self.prices, spread)
+    def replicas(self, spread: Spread, rows: int) -> Replicas:
+        """The replicas of these degrees, by how fast their devices are for microbatches of so many rows."""
+        return replicas_of(self.prices, spread, self.mean(spread, rows))
 
     def lane(self, choice: Choice) -> Lane:
         """The stages of a choice."""
         policies = self._policies[choice.recompute == "none" and not keeps_operations(self.task, choice)]
-        return self._lane(choice.spread, choice.microbatch, choice.chunks, choice.compile, policies)
+        return self._lane(choice.spread, self.cuts(choice), choice.microbatch, choice.compile, policies)
 
     @once
     def tied(self, spread: Spread) -> Tied:
@@ -82,8 +92,8 @@ class Timed:
         return Lives(*(each.on(spread) for each in self.task.profile.lives))
 
     @once
-    def _own(self, spread: Spread, stages: int, rank: int) -> Sizes:
-        own = self._cuts(spread, stages).sizes[rank :: spread.stages]
+    def _own(self, spread: Spread, cuts: Cuts, rank: int) -> Sizes:
+        own = cuts.sizes[rank :: spread.stages]
         if len(own) == 1:
             return own[0]
         return replace(together([(each, 1) for each in own]), waiting=max(each.trained for each in own[:-1]))
@@ -95,9 +105,9 @@ class Timed:
         prices, step = self.by_compile[compiled], self.task.cluster.step
         alike = prices.alike(range(len(prices.pieces)))
         one = (1 - 1e-9) * math.fsum(number * alone(prices, place, spread, rows) for place, number in alike) / rows
-        if capacity := self.replicas(spread).capacity:
+        if capacity := self.replicas(spread, rows).capacity:
             return self.task.rows * one / capacity + step
-        return math.ceil(self.task.rows / spread.copies) * one / math.fsum(prices.speeds(spread.stages)) + step
+        return math.ceil(self.task.rows / spread.copies) * one / math.fsum(prices.speeds(spread, rows)) + step
 
     def least(self, choice: Choice) -> float:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""
@@ -122,13 +132,14 @@ class Timed:
 
     def _stands(self, choice: Choice, rank: int) -> Standing:
         away = None if choice.offload is None else choice.offload.activations
-        return self._standing(choice.spread, choice.microbatch, choice.chunks, choice.zero, choice.shard, away, rank)
+        rest = choice.microbatch, choice.zero, choice.shard, away, rank
+        return self._standing(choice.spread, self.cuts(choice), *rest)
 
     @once
     def _standing(
-        self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, away: float | None, rank: int
+        self, spread: Spread, cuts: Cuts, rows: int, zero: int, shard: int | None, away: float | None, rank: int
     ) -> Standing:
-        asked = spread, rows, chunks, zero, shard
+        asked = spread, cuts, rows, zero, shard
         found = self._standing_with(*asked, away and 0.0, rank)
         if away:  # in between no more than the line between them
             key, alone = "temporaries", self._standing_with(*asked, 1.0, rank)
@@ -137,22 +148,25 @@ class Timed:
 
     @once
     def _standing_with(
-        self, spread: Spread, rows: int, chunks: int, zero: int, shard: int | None, away: float | None, rank: int
+        self, spread: Spread, cuts: Cuts, rows: int, zero: int, shard: int | None, away: float | None, rank: int
     ) -> dict[str, float]:
-        offload = None if away is None else Offload(activations=away)
+        offload, chunks = None if away is None else Offload(activations=away), len(cuts.numbers) // spread.stages
         choice = Choice(spread, rows, zero=zero, shard=shard, chunks=chunks, offload=offload)
-        own = self._own(spread, spread.stages * chunks, rank)
+        own = self._own(spread, cuts, rank)
         if own.waiting and (self._meets(choice) or spread.copies == 1):  # a backward lends to its stage's chunks alone
             own = replace(own, waiting=0.0)
         return standing(self.prices, choice, own, rank == spread.stages - 1, self.tied(spread), self._lives(spread))
 
     @once
-    def _plain(self, spread: Spread, rows: int, schedule: str, chunks: int, number: int) -> tuple[float, ...]:
+    def _saved(self, spread: Spread, cuts: Cuts, rows: int, schedule: str, number: int) -> tuple[float, ...]:
         """Bytes of the activations of each rank of a pipeline where nothing is computed again."""
-        ranks, sizes = spread.stages, self._cuts(spread, spread.stages * chunks).sizes
-        saved = [size.saved["none"] for size in sizes]
-        flying = under_way(schedule, ranks, number, chunks) if ranks > 1 else ((1,),)
+        ranks, saved = spread.stages, [size.saved["none"] for size in cuts.sizes]
+        flying = under_way(schedule, ranks, number, len(saved) // ranks) if ranks > 1 else ((1,),)
         return tuple(rows * sum(map(mul, own, saved[rank::ranks])) for rank, own in enumerate(flying))
+
+    def _plain(self, choice: Choice, lane: Lane, number: int) -> tuple[float, ...]:
+        """Bytes of the activations of each rank where nothing is computed again, with up to `number` microbatches."""
+        return self._saved(choice.spread, lane.cuts, choice.microbatch, choice.schedule, number)
 
     def _kept(
         self, choice: Choice, lane: Lane, rank: int, flying: Sequence[int], counts: Sequence[Counts]
@@ -160,7 +174,7 @@ class Timed:
         """Bytes of the activations of a rank: those that wait for a backward, and those of the block that is computed
         again."""
         kept, again = lane.kept(rank, flying, counts)
-        whole = self._own(choice.spread, lane.stages, rank).again if again else 0.0
+        whole = self._own(choice.spread, lane.cuts, rank).again if again else 0.0
         return choice.microbatch * kept, choice.microbatch * whole
 
     def _meets(self, choice: Choice) -> bool:
@@ -172,10 +186,10 @@ class Timed:
         return self._in_lane(choice, lane, counts, self._meets(choice) if together is None else together)[1]
 
     @once
-    def _evenly(self, spread: Spread, exchange: str) -> bool:
+    def _evenly(self, spread: Spread, rows: int, exchange: str) -> bool:
         """Whether replicas have as many microbatches whatever their devices, since they count alike in the exchange."""
         option = self.task.pins.get("exchange", exchange)
-        uneven = len(self.replicas(spread).speeds) > 1 and option != EXACT
+        uneven = len(self.replicas(spread, rows).speeds) > 1 and option != EXACT
         return uneven and count_alike(spread.plan(exchange=option), self.task.optimizer)
 
     def _dealt(
@@ -183,7 +197,7 @@ class Timed:
     ) -> tuple[Dealt, list[Pace], dict[int, tuple[float, dict[str, float]]]]:
         """The deal; the seconds of all stages on the replica that takes longest; what stages compute again."""
         again = {place: lane.again(place, own) for place, own in enumerate(counts)} if lane.recomputes(counts) else {}
-        replicas: Replicas = self.replicas(choice.spread)
+        replicas: Replicas = self.replicas(choice.spread, choice.microbatch)
         whole = self.task.whole  # then each replica has one
         number = len(replicas.kinds) if whole else math.ceil(self.task.rows / choice.microbatch)
         each = math.ceil(number / len(replicas.kinds))
@@ -201,13 +215,13 @@ class Timed:
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for. Found once for all that differ in where their state lies."""
-        together = together and not self._have_as_many(choice.spread)  # else it decides nothing
-        evenly = self._evenly(choice.spread, choice.exchange)
-        return self._timed(*timing(choice), lane, tuple(counts), together, evenly)
+        together = together and not self._have_as_many(choice)  # else it decides nothing
+        evenly = self._evenly(choice.spread, choice.microbatch, choice.exchange)
+        return self._timed(choice.spread, choice.microbatch, choice.schedule, lane, tuple(counts), together, evenly)
 
-    def _have_as_many(self, spread: Spread) -> bool:
+    def _have_as_many(self, choice: Choice) -> bool:
         """Whether all replicas have as many microbatches in any case."""
-        return len(self.replicas(spread).speeds) == 1 and not self.task.pins.get("shares")
+        return len(self.replicas(choice.spread, choice.microbatch).speeds) == 1 and not self.task.pins.get("shares")
 
     @once
     def _timed(
@@ -215,13 +229,13 @@ class Timed:
         spread: Spread,
         rows: int,
         schedule: str,
-        chunks: int,
         lane: Lane,
         counts: tuple[Counts, ...],
         together: bool,
         evenly: bool,
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
-        choice = Choice(spread, rows, schedule=schedule, chunks=chunks)
+        chunks = lane.stages // lane.ranks
+        choice = Choice(spread, rows, schedule=schedule, chunks=chunks, stages=lane.cuts.numbers)
         deal, stages, again = self._dealt(choice, lane, counts, together, evenly)
         number, ranks = deal.number, lane.ranks
         slow, busy = slowest(stages, ranks)
@@ -258,11 +272,6 @@ class Timed:
         spread = choice.spread
         if spread.stages == 1:
             return 0.0
-        sizes = self._cuts(spread, spread.stages * choice.chunks).sizes
+        sizes = self.cuts(choice).sizes
         link = self.task.cluster.link(spread.stride("stages"), spread.stages, "send")
         return link.seconds("send", max(each.boundary for each in sizes[1:]) * self.mean(spread, choice.microbatch), 2)
-
-
-def timing(choice: Choice) -> tuple[Spread, int, str, int]:
-    """What decides which microbatches are under way."""
-    return choice.spread, choice.microbatch, choice.schedule, choice.chunks
