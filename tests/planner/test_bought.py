@@ -223,7 +223,7 @@ def test_gradients_of_stacked_experts_follow_a_backward_a_block_at_once(blocks) 
     """Those of the last block wait for all of it: of two blocks on a stage of a Mixtral nearly all was hidden."""
     asked = task(with_experts(model(blocks)), replace(cluster(hosts=1, count=2), contention=0.0))
     search, choice = Search(asked), Choice(Spread(copies=2), 8)
-    own = search._own(choice.spread, 1, 0)
+    own = search._own(choice.spread, search.cuts(choice), 0)
     seconds = asked.cluster.hosts[0].inside.seconds("all_reduce", 4 * own.trained, 2)
     dense, mixed = (Search(replace(asked, profile=each)).estimate(choice).terms["copies"]
                     for each in (model(blocks), asked.profile))  # fmt: skip

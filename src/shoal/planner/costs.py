@@ -169,11 +169,11 @@ class Prices:
 
     def speeds(self, spread: Spread, rows: float) -> list[float]:
         """How fast the slowest device of each rank of a pipeline is with microbatches of so many rows."""
-        stages, count, of_host = spread.stages, self._cluster.per_host, self.speeds_of_hosts(spread, rows)
-        each = self._cluster.size // stages
-        return [
-            min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
-        ]
+        if len(self._cluster.devices) == 1:
+            return [1.0] * spread.stages
+        count, of_host, each = self._cluster.per_host, self.speeds_of_hosts(spread, rows), spread.size // spread.stages
+        firsts = range(0, spread.size, each)
+        return [min(of_host[first // count : (first + each - 1) // count + 1]) for first in firsts]
 
     def _compute(self, place: int, spread: Spread, rows: float) -> tuple[float, float]:
         """Seconds of computing of a piece, forward and backward."""

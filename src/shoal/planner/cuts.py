@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
+from shoal.planner.balance import cut
 from shoal.planner.costs import Prices
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts
-from shoal.planner.pipes import cut
 from shoal.planner.sizes import Sizes, together
 from shoal.planner.task import Task
 
@@ -53,8 +53,8 @@ def fastest(prices: Prices, spread: Spread, stages: int, rows: float) -> tuple[i
         return (len(prices.pieces),)
     if given := pinned(prices.task, stages):
         return given
-    costs, speeds = costs_of(prices, spread, rows), prices.speeds(spread, rows)
-    return tuple(cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)]))
+    speeds = prices.speeds(spread, rows)
+    return tuple(cut(costs_of(prices, spread, rows), speeds, stages // spread.stages))
 
 
 def pinned(task: Task, stages: int) -> tuple[int, ...]:

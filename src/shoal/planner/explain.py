@@ -4,7 +4,7 @@ and how far the machine reaches. All from the prices of the search, nothing is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -111,15 +111,21 @@ def fits(task: Task) -> bool:
 
 def roomy(task: Task, first: Spread | None = None) -> Spread | None:
     """Degrees under which a choice fits, None where there are none: those that need least are asked first, or `first`,
-    where these are legal. Rows of a forward are as few as can be; what is compiled, and how replicas agree, changes no
-    memory that is counted."""
+    where these are legal; last the one that is short of least with other stages. Rows of a forward are as few as can
+    be; what is compiled, and how replicas agree, changes no memory that is counted."""
     asked = replace(task, microbatch=task.microbatch or 1, compiled=False, exchanges=(EXACT,))
     schedules = task.schedules if "stages" in task.pins else (("1f1b", 1),)  # whose stages may be several of a rank
     search = Search(replace(asked, recompute=("full",), schedules=schedules))
     spreads = search.spreads()[::-1]
     spreads.sort(key=lambda each: each != first)
-    may = (each for each in spreads if _may_have_room(search, each))
-    return next((each for each in may if any(_has_room(search, one) for one in search.firsts(each))), None)
+    least, nearest = math.inf, None
+    for one in (one for each in spreads if _may_have_room(search, each) for one in search.firsts(each)):
+        for lacks, choice in _lacking(search, one):
+            if lacks <= 0:
+                return choice.spread
+            if choice.spread.stages > 1 and lacks < least:
+                least, nearest = lacks, choice
+    return nearest.spread if nearest is not None and search.recut(nearest) else None
 
 
 def _may_have_room(search: Search, spread: Spread) -> bool:
@@ -138,9 +144,10 @@ def _may_have_room(search: Search, spread: Spread) -> bool:
     return False
 
 
-def _has_room(search: Search, one: Choice) -> bool:
-    """Whether a choice fits of those that differ from `one` in their tiers alone. What waits on the host takes as much
-    room on the device as less can: where that is too much of the device, no other one of the tier is asked."""
+def _lacking(search: Search, one: Choice) -> Iterator[tuple[float, Choice]]:
+    """Yields the choices that differ from `one` in their tiers alone, each with the bytes for which it has no room.
+    What waits on the host takes as much room on the device as less can: where that is too much of the device, no other
+    one of the tier is asked."""
     tiers = list(search.tiers(one.spread))
     zero = max((zero for zero, *_ in tiers), default=0)
     tiers = [tier for tier in tiers if tier[0] == zero]
@@ -148,11 +155,10 @@ def _has_room(search: Search, one: Choice) -> bool:
         offloads = [away for _, own, away, _ in tiers if own == shard]
         for away in sorted(offloads, key=lambda away: away.activations if away else math.inf, reverse=True):
             choice = one._replace(zero=zero, shard=shard, offload=away)
-            if search.fits(choice, has := search.holds(choice)):
-                return True
+            has = search.holds(choice)
+            yield search.lacks(choice, has), choice
             if away and has.bytes > (1 + 1e-9) * search.most(choice):
                 break  # as are those of which more waits on the device
-    return False
 
 
 def largest(task: Task) -> tuple[int | None, bool, int]:

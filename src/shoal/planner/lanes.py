@@ -239,7 +239,8 @@ def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int) -> 
         return longer_by(stages, number) if lane.ranks > 1 else 0.0
     slow, _ = slowest(stages, lane.ranks)
     others = [each for place, each in enumerate(stages) if place % lane.ranks != slow]
-    return fill(choice.schedule, choice.chunks, *(sum(each[way] for each in others) for way in (0, 1)))
+    forward, backward = (sum(each[way] for each in others) for way in (0, 1))
+    return fill(choice.schedule, lane.ranks, number, choice.chunks, forward, backward)
 
 
 def at_least(

@@ -1,14 +1,11 @@
-"""Stages of a model, cut so that the slowest is as fast as possible, and what their schedule does: the share of a step
-that ranks wait, from the real lists of actions."""
+"""What the schedule of a pipeline does: the share of a step that ranks wait, from the real lists of actions."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.pipeline import Costs, Schedule, kept, make_schedule, simulate
@@ -59,39 +56,6 @@ def passed_on(given: Sequence[float], ranks: int, schedule: str) -> list[float]:
     return sent
 
 
-def cut(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> list[int]:
-    """How many of the pieces with these costs each stage has, at least one, so that the slowest takes as little as can
-    be. `speeds`: of the stages' devices, relative to each other. Exact: the least bound is found by bisection, and a
-    bound holds if stages that take as much as they may reach the end."""
-    speeds = speeds or [1.0] * stages
-    before = [0.0, *accumulate(costs)]
-    low, high = before[-1] / sum(speeds), before[-1] / min(speeds)
-    best = _filled(before, stages, speeds, high)
-    for _ in range(40):
-        middle = (low + high) / 2
-        found = _filled(before, stages, speeds, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-        if high - low <= 1e-6 * high:
-            break
-    assert best is not None  # all that is left fits the last stage
-    return best
-
-
-def _filled(before: Sequence[float], stages: int, speeds: Sequence[float], bound: float) -> list[int] | None:
-    """Fills stages up to `bound` from the last one: the first, which keeps most microbatches, has what is left over."""
-    found, stop = [0] * stages, len(before) - 1
-    for stage in range(stages - 1, -1, -1):
-        least = before[stop] - bound * speeds[stage] * (1 + 1e-9)
-        start = max(bisect_left(before, least, 0, stop), stage)
-        if start >= stop:
-            return None
-        found[stage], stop = stop - start, start
-    return None if stop else found
-
-
 @lru_cache(maxsize=4096)
 def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """For each rank the most microbatches of each of its stages that wait for their backward together. Of many
@@ -127,12 +91,22 @@ def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float
     return tuple(halves[stage] / few if stage else 0.0 for stage in range(schedule.stages))  # nobody waits for stage 0
 
 
-def fill(name: str, chunks: int, forward: float, backward: float) -> float:
-    """Seconds in which the slowest rank waits for the others, at most: as the last one does. `forward` and `backward`:
-    of all chunks of all of these, one after the other."""
-    if name == "zb1p":  # the weights' half of backward, about a half, fills what would be waiting
-        return forward
-    return (forward + backward) / chunks
+def fill(name: str, ranks: int, number: int, chunks: int, forward: float, backward: float) -> float:
+    """Seconds in which a rank waits for the others in a step of `number` microbatches. `forward` and `backward`: of all
+    chunks of all of these, one after the other. Where all stages take as long it is what the lists of actions do, but
+    for zb1p in chunks, which waits longer where microbatches are few, and zbv, about, where forwards do not take as
+    long as each half of a backward."""
+    if chunks == 1 and name not in HALVED:
+        return forward + backward
+    others, few = ranks - 1, max(0, ranks - number)
+    longer, shorter = max(forward, backward / 2), min(forward, backward / 2)  # the weights' half fills the rest
+    if name == "zbv":
+        return longer - shorter / 2 + shorter * (few + max(0.0, ranks / 2 - number)) / others
+    if chunks == 1:
+        return longer + shorter * few / others
+    last = number % ranks or ranks  # microbatches go in groups of as many as ranks
+    share = (chunks * (ranks - last) + last - 1) / (chunks * others)
+    return share * (longer if name in HALVED else forward + backward)
 
 
 def longer_by(stages: Sequence[Pace], number: int) -> float:

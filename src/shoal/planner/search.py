@@ -12,29 +12,26 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import product
 
 from shoal import units
 from shoal.assembly.replan import without_collections
 from shoal.errors import UserError
-from shoal.planner.choices import LONGEST, Choices, Tier, with_tier
-from shoal.planner.costs import COMPILING
+from shoal.planner.choices import LONGEST, Tier, with_tier
 from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
-from shoal.planner.held import Held
 from shoal.planner.no_degrees import no_degrees
 from shoal.planner.no_room import NoRoom, more_room
+from shoal.planner.recut import FURTHER, Recut, few
 from shoal.planner.task import Choice, Estimate, Found, Offload, Task
 from shoal.toml import plan_text
 
 BEST = 12
 """Candidates that are kept for the simulation of events."""
-SURE = 0.05
-"""The share of a step that compiling blocks has to spare: predictions are off by about as much."""
 
 
-class Search(Choices):
+class Search(Recut):
     """The choices of a task, from the fastest on."""
 
     def __init__(self, task: Task, known: Estimates | None = None) -> None:
@@ -45,6 +42,7 @@ class Search(Choices):
         """Forgets what was priced; candidates have to stay below so many seconds."""
         self._best: list[tuple[float, int, Estimate]] = []
         self._later: list[tuple[float, int, Begun]] = []
+        self._short: list[tuple[float, int, Begun]] = []
         self._below, self._priced = below, 0
         self._nearest: Begun | None = None
 
@@ -72,9 +70,22 @@ class Search(Choices):
             self._price(spread)
         self._compute_more()
         ranked = [self.simulated(each) for _, _, each in sorted(self._best, reverse=True)]
-        ranked.sort(key=self.rank)  # stable: of equal ones the first stays
+        ranked = self._recut_all(sorted(ranked, key=self.rank))  # stable: of equal ones the first stays
         nearest = None if self._nearest is None else self.finished(self._nearest)
         return Found(tuple(ranked), self._priced, len(spreads), bounded, nearest)
+
+    def _recut_all(self, ranked: list[Estimate]) -> list[Estimate]:
+        """The candidates with the best stages of those that are looked at; and choices that fit with no others, where
+        they are of the fastest."""
+        others = [self.recut(each.choice) for each in ranked]
+        best = [min(each, other or each, key=self.rank) for each, other in zip(ranked, others, strict=True)]
+        short = [begun.choice for _, _, begun in sorted(self._short, reverse=True)]
+        if self._nearest is not None and self._nearest.choice not in short:
+            short.append(self._nearest.choice)
+        best = sorted([*best, *filter(None, map(self.recut, short))], key=self.rank)[:BEST]
+        if best and (stages := best[0].choice.stages) and not few(stages):
+            best[0] = min(best[0], self.recut(best[0].choice, stages, FURTHER) or best[0], key=self.rank)
+        return best
 
     def _reached(self, near: Iterable[Spread]) -> float:
         """Seconds that the candidates of a search are below: `BEST` choices of the degrees `near` take no longer.
@@ -128,8 +139,11 @@ class Search(Choices):
         """Finishes a choice that fits, and keeps it where it is of the best. One that may be where more is computed
         again than must be is looked at later, when the best are known."""
         terms = begun.terms
-        if self._ranked(begun.choice, math.fsum(terms.values())) >= self._worst:
+        if (seconds := self._ranked(begun.choice, math.fsum(terms.values()))) >= self._worst:
             return
+        if not fits and begun.lane.ranks > 1:
+            keep = heapq.heappush if len(self._short) < BEST else heapq.heappushpop
+            keep(self._short, (-seconds, -self._priced, begun))
         if fits:
             estimate = self.finished(begun)
             self._push(self._priced, estimate)
@@ -196,56 +210,6 @@ class Search(Choices):
         if self._is_slow(near) or self.looked(near).fullest.bytes > self.most(near):
             return False, False
         return True, self._fits_somehow(self.looked(least))
-
-    def _fits_somehow(self, begun: Begun) -> bool:
-        """Whether a choice fits, if need be with more of it on the device, where the host has not room for it."""
-        choice, has = begun.choice, begun.fullest
-        if has.bytes > self.most(choice):
-            return False
-        if self.fits(choice, has):
-            return True
-        may = has.host - self.most(choice) <= self.on_host(choice)
-        return may and self.fits(choice, self.freest(begun).fullest)
-
-    def _as_on_host(self, choice: Choice) -> Choice:
-        """The choice whose host has room for what goes to a disk: it takes as much of the device, and computes the
-        same in the same time."""
-        if choice.offload is None or choice.offload.disk is None or self.prices.slowest.on_host:
-            return choice
-        return choice._replace(offload=self.nearer[choice.offload][-1])
-
-    def fits(self, choice: Choice, has: Held) -> bool:
-        """Whether the fullest rank has room for what it holds, on its device and on its host, which may be one."""
-        if has.host > self.on_host(choice):
-            return False
-        if self.prices.slowest.on_host:
-            return has.bytes + has.host <= self.task.most
-        return has.bytes <= self.most(choice)
-
-    def on_host(self, choice: Choice) -> float:
-        """Bytes of the host that a rank may use, by the machine and the plan; of cores the machine has one memory."""
-        given = None if choice.offload is None else choice.offload.host
-        has = math.inf if self.prices.slowest.on_host else self.task.cluster.host_memory
-        return has if given is None else min(has, given)
-
-    def _at_ease(self, begun: Begun) -> bool:
-        """Whether nothing is computed again but what a pin says."""
-        return "recompute" in self.task.pins or self._option(begun.lane, begun.counts) == "none"
-
-    def rank(self, estimate: Estimate) -> float:
-        """Seconds of a step by which candidates are ranked: with compiled blocks they have to be `SURE` to be fewer,
-        and a step has its share of what compiling takes before the first one."""
-        return self._ranked(estimate.choice, estimate.seconds)
-
-    def _ranked(self, choice: Choice, seconds: float) -> float:
-        if not choice.compile or "compile" in self.task.pins:
-            return seconds
-        return (1 + SURE) * seconds + COMPILING * self._kinds / (self.task.steps or math.inf)
-
-    @cached_property
-    def _kinds(self) -> int:
-        """Kinds of blocks, each of which is compiled."""
-        return len({part.kind for part in self.task.profile.parts if part.is_block})
 
     @property
     def _worst(self) -> float:
