@@ -120,13 +120,23 @@ def sharded(source: str, model: str, machine: str, *row: Any, compiled: bool = F
     return Published(source, model, machine, devices, devices * microbatch * number, choice, rate, *gib)
 
 
+def evenly(blocks: int, stages: int) -> tuple[int, ...]:
+    """The blocks of stages that have as many; where that does not come out even, the first and the last one less each,
+    beside which the embedding and the head count as one."""
+    each, left = divmod(blocks + 2 * bool(blocks % stages), stages)
+    if left:
+        raise ValueError(f"{blocks} blocks in {stages} stages")
+    less = [stage in (0, stages - 1) and blocks % stages > 0 for stage in range(stages)]
+    return tuple(each - own for own in less)
+
+
 def piped(model: str, devices: int, rows: int, stages: int, teraflops: float) -> Published:
     """A row of Megatron: `stages` of the pipeline, 8 parts of each matrix in a host, one row a microbatch."""
     tokens, blocks = MODELS[model].tokens, MODELS[model].blocks
     width, vocabulary = MODELS[model].table["d_model"], MODELS[model].table["vocab_size"]
     of_a_token = 96 * blocks * width**2 * (1 + tokens / (6 * width) + vocabulary / (16 * blocks * width))
     spread = Spread(stages=stages, copies=devices // (8 * stages), parts=8)
-    choice = Choice(spread, 1, 0, None, "full")
+    choice = Choice(spread, 1, 0, None, "full", stages=evenly(blocks, stages))
     return Published(MEGATRON, model, "a100", devices, rows, choice, 1e12 * teraflops / of_a_token)
 
 
@@ -138,11 +148,12 @@ def nemo(
     step, of which each has twice as many."""
     stages, parts, tokens, chunks = degrees
     schedule = "interleaved" if chunks > 1 else "1f1b"
+    own = evenly(MODELS[model].blocks, stages * chunks)
     found = []
     for place, taken in enumerate(seconds):
         devices, rows = (2**place * number for number in least)
         spread = Spread(stages, devices // (stages * parts * tokens), tokens, parts, ring=tokens > 1)
-        choice = Choice(spread, microbatch, 1, schedule=schedule, chunks=chunks, compile=True)
+        choice = Choice(spread, microbatch, 1, schedule=schedule, chunks=chunks, compile=True, stages=own)
         rate = rows * MODELS[model].tokens / taken / devices
         found.append(Published(NEMO, model, "h100-dgx", devices, rows, choice, rate))
     return found
