@@ -24,7 +24,7 @@ from shoal.planner.cluster import Link
 from shoal.planner.degrees import Spread
 from shoal.planner.exchanges import MOST_CHUNKS, agreed, chunks, met
 from shoal.planner.measure import here
-from shoal.planner.pipes import slowest
+from shoal.planner.pipes import placed, slowest
 from shoal.planner.profile import profile
 from shoal.planner.rehearsal import rehearse
 from shoal.planner.search import Search
@@ -119,7 +119,7 @@ def test_stages_send_what_is_counted(plan, tied):
     choice = Choice(Spread(copies=whole.dp, stages=whole.pp), 2, schedule="1f1b")
     searched = Search(task)
     estimate = searched.simulated(searched.estimate(choice))
-    rank = slowest(estimate.stages, whole.pp)[0] * whole.dp
+    rank = slowest(estimate.stages, placed(whole.pp, len(estimate.stages)))[0] * whole.dp
     traffic = sent_in_a_step(model, whole, rank=rank, global_batch=8, microbatch=2, precision="bf16")
     sends = {flow: of.payload for flow, of in traffic.items() if flow.purpose not in BALLOTS}
     found = sum(of for flow, of in sends.items() if flow.operation != "recv" and flow.group != "dp")  # replicas: one

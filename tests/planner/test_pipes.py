@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.pipeline import kept, make_schedule
 from shoal.planner.degrees import Spread
 from shoal.planner.lanes import within
-from shoal.planner.pipes import ALONE, Crowd, Pace, parted, simulated, slowest, under_way, waiting, waits
+from shoal.planner.pipes import ALONE, Crowd, Pace, parted, placed, simulated, slowest, under_way, waiting, waits
 from shoal.planner.search import Search
 from tests.planner.models import cluster, task
 
@@ -107,7 +107,7 @@ def test_each_half_of_a_backward_computes_again():
     assert parted("1f1b", 2, 8, 1) == (0, 0)
     assert parted("zb1p", 2, 8, 1) == (0, 1)
     stages = [Pace(1.0, 2.0 + 1.0, 1.0, 0.0), Pace(1.0, 2.0 + 2.0, 1.0, 1.0)]
-    assert slowest(stages, 2) == (1, 5.0)
+    assert slowest(stages, placed(2, 2)) == (1, 5.0)
     assert simulated("zb1p", 2, 8, 1, stages, 0.0) == pytest.approx(8 * 5 + 1)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shoal.planner.balance import cut
 from shoal.planner.degrees import Spread
 from shoal.planner.explain import roomy
-from shoal.planner.pipes import Pace, fill, simulated
+from shoal.planner.pipes import Pace, fill, placed, simulated
 from shoal.planner.profile import Cut, Profile
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task
@@ -37,7 +37,7 @@ def slowest(costs: Sequence[float], speeds: Sequence[float], numbers: Sequence[i
 def test_the_cut_is_the_best_of_all_cuts(costs: list[float], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, len(costs)))
     speeds = data.draw(st.one_of(st.just([1.0] * ranks), st.lists(st.floats(0.2, 3.0), min_size=ranks, max_size=ranks)))
-    numbers = cut(costs, speeds)
+    numbers = cut(costs, speeds, placed(ranks, ranks))
     assert sum(numbers) == len(costs) and min(numbers) >= 1
     best = min(slowest(costs, speeds, each) for each in all_cuts(len(costs), ranks))
     assert slowest(costs, speeds, numbers) <= best * (1 + 1e-9)
@@ -45,14 +45,14 @@ def test_the_cut_is_the_best_of_all_cuts(costs: list[float], data: st.DataObject
 
 def test_what_does_not_come_out_even_is_at_the_front_and_no_stage_is_left_with_little() -> None:
     """Filled up from one end, nine equal pieces in four stages were one and three, three and two."""
-    assert cut([1.0] * 9, [1.0] * 4) == [3, 2, 2, 2]
-    assert cut([1.0] * 5 + [2.0], [1.0] * 3) == [3, 2, 1]
+    assert cut([1.0] * 9, [1.0] * 4, placed(4, 4)) == [3, 2, 2, 2]
+    assert cut([1.0] * 5 + [2.0], [1.0] * 3, placed(3, 3)) == [3, 2, 1]
 
 
 def test_of_ranks_with_several_stages_each_has_as_much() -> None:
     costs, speeds = [1.0] * 40, [1.0] * 8
-    assert slowest(costs, speeds, cut(costs, speeds, 4)) == 5.0
-    assert slowest(costs, speeds, cut(costs, speeds, 2)) == 5.0
+    assert slowest(costs, speeds, cut(costs, speeds, placed(8, 32))) == 5.0
+    assert slowest(costs, speeds, cut(costs, speeds, placed(8, 16))) == 5.0
 
 
 def random_task(seed: int) -> Task:

@@ -29,7 +29,7 @@ from shoal.planner.explain import (
     why_not,
     within_budget,
 )
-from shoal.planner.pipes import Pace, fill, longer_by, simulated, slowest
+from shoal.planner.pipes import Pace, fill, longer_by, placed, simulated, slowest
 from shoal.planner.profile import Cut
 from shoal.planner.search import Search, search
 from shoal.planner.task import Choice, Task
@@ -103,7 +103,7 @@ def test_no_estimate_by_zb1p_is_below_what_its_stages_take_at_least_where_anothe
     tight = Search(replace(asked, limit=0.9999 * plain.bytes))
     again = tight.estimate(choice)
     assert [each.get("full", 0) for each in again.again] == [0, 1]
-    assert [slowest(each.stages, 2)[0] for each in (plain, again)] == [0, 1]
+    assert [slowest(each.stages, placed(2, 2))[0] for each in (plain, again)] == [0, 1]
     for of, closed in ((Search(asked), plain), (tight, again)):
         assert of.simulated(closed).seconds == pytest.approx(closed.seconds, rel=0.03)
     assert tight.least(choice) <= tight.timed(choice)

@@ -11,15 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def cut(costs: Sequence[float], speeds: Sequence[float], turns: int = 1) -> list[int]:
+def cut(costs: Sequence[float], speeds: Sequence[float], places: Sequence[Sequence[int]]) -> list[int]:
     """How many of the pieces with these costs each stage has, at least one, so that the slowest rank takes as little as
-    can be, exactly where each has one stage. `speeds`: of the ranks' devices, relative to each other; `turns`: stages
-    of each rank, of which the slowest takes as little as can be, or ranks take less with turns that are cut apart."""
-    whole = _cut(costs, [*speeds] * turns)
-    if turns == 1:
+    can be, exactly where each has one stage. Of several the slowest stage takes as little as can be, or ranks take less
+    with turns, of a stage of each rank, that are cut apart. `speeds`: of the ranks' devices, relative to each other;
+    `places`: the stages of each rank."""
+    of_stages = dict(sorted((stage, speed) for own, speed in zip(places, speeds, strict=True) for stage in own))
+    each, ranks = list(of_stages.values()), len(speeds)
+    whole = _cut(costs, each)
+    if len(each) == ranks:
         return whole
-    apart = [number for turn in _turns(costs, len(speeds), turns) for number in _cut(turn, speeds)]
-    return min(whole, apart, key=lambda numbers: _slowest(costs, speeds, numbers))
+    turns = enumerate(_turns(costs, ranks, len(each) // ranks))
+    apart = [number for turn, own in turns for number in _cut(own, each[turn * ranks : (turn + 1) * ranks])]
+    return min(whole, apart, key=lambda numbers: _slowest(costs, speeds, places, numbers))
 
 
 def _cut(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
@@ -37,10 +41,12 @@ def _turns(costs: Sequence[float], ranks: int, turns: int) -> list[Sequence[floa
     return [costs[start:end] for start, end in pairwise(accumulate(numbers, initial=0))]
 
 
-def _slowest(costs: Sequence[float], speeds: Sequence[float], numbers: Sequence[int]) -> float:
+def _slowest(
+    costs: Sequence[float], speeds: Sequence[float], places: Sequence[Sequence[int]], numbers: Sequence[int]
+) -> float:
     """What the slowest rank takes."""
     stages = [sum(costs[start:end]) for start, end in pairwise(accumulate(numbers, initial=0))]
-    return max(sum(stages[rank :: len(speeds)]) / speed for rank, speed in enumerate(speeds))
+    return max(sum(stages[stage] for stage in own) / speed for own, speed in zip(places, speeds, strict=True))
 
 
 def _by_bisection(before: Sequence[float], stages: int) -> list[int]:

@@ -11,6 +11,7 @@ from shoal.planner.balance import cut
 from shoal.planner.costs import Prices
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts
+from shoal.planner.pipes import Places
 from shoal.planner.sizes import Sizes, together
 from shoal.planner.task import Task
 
@@ -20,10 +21,12 @@ Blocks = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """`numbers` of pieces of each stage; the distinct pieces with how many there are, the sizes, the blocks of each.
-    `alike`: the ranks of a pipeline that hold as much as each other. One object for each of these (see Timed)."""
+    """`numbers` of pieces of each stage, and on which ranks stages are; the distinct pieces with how many there are,
+    the sizes, the blocks of each. `alike`: the ranks of a pipeline that hold as much as each other. One object for each
+    of these (see Timed)."""
 
     numbers: tuple[int, ...]
+    ranks: Places
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     sizes: tuple[Sizes, ...]
     blocks: tuple[Blocks, ...]
@@ -46,15 +49,14 @@ class Cuts:
         )
 
 
-def fastest(prices: Prices, spread: Spread, stages: int, rows: float) -> tuple[int, ...]:
-    """The numbers of pieces of `stages`, such that the slowest takes as little as can be for a microbatch of `rows`
-    rows; as pinned, where that is."""
-    if stages == 1:
+def fastest(prices: Prices, spread: Spread, places: Places, rows: float) -> tuple[int, ...]:
+    """The numbers of pieces of the stages at `places`, such that the slowest rank takes as little as can be for a
+    microbatch of `rows` rows; as pinned, where that is."""
+    if (stages := sum(map(len, places))) == 1:
         return (len(prices.pieces),)
     if given := pinned(prices.task, stages):
         return given
-    speeds = prices.speeds(spread, rows)
-    return tuple(cut(costs_of(prices, spread, rows), speeds, stages // spread.stages))
+    return tuple(cut(costs_of(prices, spread, rows), prices.speeds(spread, rows), places))
 
 
 def pinned(task: Task, stages: int) -> tuple[int, ...]:
@@ -71,15 +73,15 @@ def costs_of(prices: Prices, spread: Spread, rows: float) -> list[float]:
     return [distinct[place] for place in prices.like]
 
 
-def cut_at(prices: Prices, spread: Spread, numbers: tuple[int, ...]) -> Cuts:
-    """The stages with these numbers of pieces."""
+def cut_at(prices: Prices, spread: Spread, numbers: tuple[int, ...], ranks: Places) -> Cuts:
+    """The stages with these numbers of pieces, each on its rank."""
     places = [range(*each) for each in pairwise([0, *accumulate(numbers)])]
     pieces = tuple(map(prices.alike, places))
     sizes = tuple(together([(prices.sizes(place, spread), many) for place, many in stage]) for stage in pieces)
-    ranks, alike = spread.stages, dict[object, list[int]]()
-    for rank in range(ranks):
-        alike.setdefault((pieces[rank::ranks], rank == ranks - 1), []).append(rank)
-    return Cuts(numbers, pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
+    alike = dict[object, list[int]]()
+    for rank, own in enumerate(ranks):
+        alike.setdefault((*(pieces[stage] for stage in own), own[-1] == len(numbers) - 1), []).append(rank)
+    return Cuts(numbers, ranks, pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
 
 
 def alone(prices: Prices, place: int, spread: Spread, rows: float) -> float:

@@ -95,7 +95,7 @@ class Estimates(Recomputed):
         longer = list(stages)
         for rank, need in needs:
             least = need * lane.dearness(rank, self._flying(choice, rank, deal.most))
-            often = 1 + min(each.parted for each in stages[rank :: lane.ranks])
+            often = 1 + min(stages[stage].parted for stage in lane.cuts.ranks[rank])
             longer[rank] = longer[rank]._replace(backward=longer[rank].backward + often * least)
         return self._at_least(choice, lane, longer, deal.number, terms), True
 
@@ -142,7 +142,7 @@ class Estimates(Recomputed):
         own = self._beside(begun, slow)
         last, wire = self._last(begun, own), dict(own.wire)
         terms |= {"copies": last.copies, "offload": last.offload, "optimizer": last.optimizer}
-        for place in range(slow, len(stages), ranks) if lane.recomputes(counts) else ():
+        for place in lane.cuts.ranks[slow] if lane.recomputes(counts) else ():
             _add(wire, self._sent_again(choice, lane, place, counts[place]), number * (1 + stages[place].parted))
         if ranks > 1:
             terms["stages"] += met(self.prices, choice)[0]
@@ -173,10 +173,10 @@ class Estimates(Recomputed):
 
     def _beside(self, begun: Begun, rank: int) -> Beside:
         choice, counts, lane, stages, number = begun.choice, begun.counts, begun.lane, begun.stages, begun.deal.number
-        ranks, own, tied = choice.spread.stages, self._own(choice.spread, lane.cuts, rank), self.tied(choice.spread)
+        places, own, tied = lane.cuts.ranks, self._own(choice.spread, lane.cuts, rank), self.tied(choice.spread)
         crowd = self.crowd(choice.spread)
         alone = crowd.speed(1 / crowd.stages)  # the last to compute
-        window = sum(each.backward for each in stages[rank::ranks]) / alone, number * slowest(stages, ranks)[1]
+        window = sum(stages[stage].backward for stage in places[rank]) / alone, number * slowest(stages, places)[1]
         has = self._held(choice, lane, rank, counts, begun.deal.most)
         sends, wire = exchanged(self.prices, choice, own, number, window, tied, has)
         one = self._kept(choice, lane, rank, [1] * choice.chunks, counts)[0]
@@ -216,7 +216,7 @@ class Estimates(Recomputed):
         alone = again and choice.chunks > 1  # what frees much may be what few are under way of
         for number, ranks in enumerate(lane.cuts.alike):
             for rank in ranks:
-                own = counts[rank :: lane.ranks] if again else ()
+                own = [counts[stage] for stage in lane.cuts.ranks[rank]] if again else ()
                 alike.setdefault((number, alone and rank, *own), []).append(rank)
         fullest = (max(ranks, key=plain.__getitem__) for ranks in alike.values())
         return [self._held(choice, lane, rank, counts, most) for rank in fullest]
@@ -255,12 +255,12 @@ class Estimates(Recomputed):
         forward, backward, compute = estimate.forward, estimate.backward, terms["compute"]
         found, wire, ranks = self.lane(choice).cuts, dict(estimate.wire), spread.stages
         stages, rows = estimate.stages, self.mean(spread, choice.microbatch)
-        slow, _ = slowest(stages, ranks)
-        for place, many in (each for stage in found.pieces[slow::ranks] for each in stage):
+        slow, _ = slowest(stages, found.ranks)
+        for place, many in (each for stage in found.ranks[slow] for each in found.pieces[stage]):
             _add(wire, self.prices.wire(place, spread, rows), many * estimate.microbatches)
         if ranks > 1:
             meets, meeting = met(self.prices, choice)
-            row = passed_on([each.boundary for each in found.sizes], ranks, choice.schedule)[slow]
+            row = passed_on([each.boundary for each in found.sizes], found.ranks)[slow]
             wire["stages"] = estimate.microbatches * rows * row + meeting
             timed = choice.schedule, ranks, estimate.microbatches, choice.chunks, stages, self.message(choice)
             crowd = self.crowd(spread)
@@ -281,7 +281,7 @@ def _computed(lane: Lane, stages: Sequence[Pace], slow: int) -> tuple[float, flo
     """Seconds in which the rank `slow` of a pipeline computes forwards of a microbatch, and backwards but for what they
     compute again and what halves of them take beside."""
     forward = backward = 0.0
-    for place in range(slow, len(stages), lane.ranks):
+    for place in lane.cuts.ranks[slow]:
         work = lane.works[place]
         own = stages[place].forward - work.sent_forward
         forward += own

@@ -89,7 +89,7 @@ class Lane:
     def _spared(self, rank: int) -> list[bool]:
         """For each kind of blocks of a rank whether the last block of its stage is one of them."""
         found = []
-        for blocks in self.cuts.blocks[rank :: self.ranks]:
+        for blocks in (self.cuts.blocks[stage] for stage in self.cuts.ranks[rank]):
             last = max((numbers[-1] for _, numbers in blocks), default=-1)
             found += [numbers[-1] == last for _, numbers in blocks]
         return found
@@ -103,7 +103,7 @@ class Lane:
 
     def _kinds(self, rank: int, flying: tuple[int, ...]) -> tuple[Kind, ...]:
         kinds = []
-        for stage, number in zip(range(rank, self.stages, self.ranks), flying, strict=True):
+        for stage, number in zip(self.cuts.ranks[rank], flying, strict=True):
             for place, numbers in self.cuts.blocks[stage]:
                 again = self._prices.again(place, self._spread, self._mean)
                 size = self._prices.sizes(place, self._spread)
@@ -116,7 +116,7 @@ class Lane:
     def split(self, rank: int, counts: Counts) -> list[Counts]:
         """The counts of a rank's blocks, stage by stage, with all blocks that were spared among the first way."""
         found, at = [], 0
-        for stage in range(rank, self.stages, self.ranks):
+        for stage in self.cuts.ranks[rank]:
             own = []
             for _, numbers in self.cuts.blocks[stage]:
                 first, *rest = counts[at]
@@ -154,7 +154,7 @@ class Lane:
     def kept(self, rank: int, flying: Sequence[int], counts: Sequence[Counts]) -> tuple[float, bool]:
         """Bytes of a row that wait for a backward on a rank, and whether it computes a block again as a whole.
         `flying`: microbatches of each of its stages that are under way."""
-        places = range(rank, self.stages, self.ranks)
+        places = self.cuts.ranks[rank]
         saved = (self.cuts.sizes[place].saved["none"] - self.freed(place, counts[place]) for place in places)
         kept = math.fsum(number * nbytes for nbytes, number in zip(saved, flying, strict=True))
         return kept, any(self.holds_a_block(place, counts[place]) for place in places)
@@ -187,7 +187,7 @@ class Lane:
         """The numbers of the blocks that ranks compute again, each to keep this part of its bytes."""
         found = []
         for rank in range(self.ranks):
-            kinds = [kind for blocks in self.cuts.blocks[rank :: self.ranks] for kind in blocks]
+            kinds = [kind for stage in self.cuts.ranks[rank] for kind in self.cuts.blocks[stage]]
             own = sorted((number, place) for place, numbers in kinds for number in numbers)
             sizes = [self._prices.sizes(place, self._spread) for _, place in own]
             again = over_budget([(each.again, each.frees("full")) for each in sizes], keep)
@@ -224,9 +224,9 @@ def seconds_of(
 ) -> list[Pace]:
     """What all stages take where the ranks of the pipeline have devices of these speeds. `halves`: the share of each
     one's backwards that run in halves."""
-    found = []
+    found, of_stages = [], {stage: speed for own, speed in zip(lane.cuts.ranks, speeds, strict=True) for stage in own}
     for place, (work, share) in enumerate(zip(lane.works, halves, strict=True)):
-        speed, (more, sent) = speeds[place % lane.ranks], again.get(place, (0.0, {}))
+        speed, (more, sent) = of_stages[place], again.get(place, (0.0, {}))
         more = more / speed + sum(sent.values())
         backward = (work.backward + share * work.halving) / speed + work.sent_backward + (1 + share) * more
         found.append(Pace(work.forward / speed + work.sent_forward, backward, more, share))
@@ -237,8 +237,8 @@ def fill_of(choice: Choice, lane: Lane, stages: Sequence[Pace], number: int) -> 
     """Seconds in which the ranks of a pipeline wait with so many microbatches, by a closed form."""
     if (choice.schedule, choice.chunks) == ("1f1b", 1) or lane.ranks == 1:
         return longer_by(stages, number) if lane.ranks > 1 else 0.0
-    slow, _ = slowest(stages, lane.ranks)
-    others = [each for place, each in enumerate(stages) if place % lane.ranks != slow]
+    slow, _ = slowest(stages, lane.cuts.ranks)
+    others = [each for place, each in enumerate(stages) if place not in lane.cuts.ranks[slow]]
     forward, backward = (sum(each[way] for each in others) for way in (0, 1))
     return fill(choice.schedule, lane.ranks, number, choice.chunks, forward, backward)
 
@@ -249,12 +249,12 @@ def at_least(
     """Seconds that a rank works and waits for others at least in a step of `number` microbatches whose stages take as
     long or longer backward, and those that it waits for messages, which take `sends` where nothing else is done
     meanwhile. By zb1p it waits for the forwards of the others, whichever rank is the slowest."""
-    each = of_ranks(stages, lane.ranks)
+    each = of_ranks(stages, lane.cuts.ranks)
     busy = number * max(each)
     if lane.ranks == 1:
         return busy, 0.0
     if choice.schedule == "zb1p":
-        forwards = [sum(each.forward for each in stages[rank :: lane.ranks]) for rank in range(lane.ranks)]
+        forwards = [sum(stages[stage].forward for stage in own) for own in lane.cuts.ranks]
         others = sum(forwards) - max(forwards)
     else:
         others = fill_of(choice, lane, stages, number)

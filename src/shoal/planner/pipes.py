@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from shoal.pipeline import Costs, Schedule, kept, make_schedule, simulate
@@ -30,27 +30,37 @@ class Pace(NamedTuple):
     parted: float = 0.0
 
 
-def slowest(stages: Sequence[Pace], ranks: int) -> tuple[int, float]:
+Places = tuple[tuple[int, ...], ...]
+"""The stages of each rank of a pipeline, in ascending order."""
+
+
+@cache
+def placed(ranks: int, stages: int, back: bool = False) -> Places:
+    """Where so many stages are: from the first rank to the last and from the first again, or, there and `back`, to the
+    first."""
+    empty = Schedule("", ranks, stages // ranks, 0, (), "v" if back else "loop")
+    return tuple(tuple(empty.stages_of(rank)) for rank in range(ranks))
+
+
+def slowest(stages: Sequence[Pace], places: Places) -> tuple[int, float]:
     """The rank of a pipeline that takes longest for a microbatch of all its stages, and its seconds."""
-    seconds = of_ranks(stages, ranks)
+    seconds = of_ranks(stages, places)
     most = max(seconds)
     return seconds.index(most), most
 
 
-def of_ranks(stages: Sequence[Pace], ranks: int) -> list[float]:
+def of_ranks(stages: Sequence[Pace], places: Places) -> list[float]:
     """The seconds of a microbatch of all stages of each rank of a pipeline."""
-    if len(stages) == ranks:
-        return [each[0] + each[1] for each in stages]
-    return [sum(each[0] + each[1] for each in stages[rank::ranks]) for rank in range(ranks)]
+    whole = [each[0] + each[1] for each in stages]
+    return whole if len(whole) == len(places) else [sum(whole[stage] for stage in own) for own in places]
 
 
-def passed_on(given: Sequence[float], ranks: int, schedule: str) -> list[float]:
+def passed_on(given: Sequence[float], places: Places) -> list[float]:
     """The bytes that each rank of a pipeline sends for a row, where each stage but the first is `given` so many, and
     hands back as many."""
-    sent = [0.0] * ranks
-    empty = Schedule(schedule, ranks, len(given) // ranks, 0, (), "v" if schedule in THERE_AND_BACK else "loop")
-    placed = [empty.rank_of(stage) for stage in range(len(given))]
-    for before, own, nbytes in zip(placed, placed[1:], given[1:], strict=False):
+    sent, rank_of = [0.0] * len(places), {stage: rank for rank, own in enumerate(places) for stage in own}
+    for stage, nbytes in enumerate(given[1:], 1):
+        before, own = rank_of[stage - 1], rank_of[stage]
         for rank in (before, own) if before != own else ():
             sent[rank] += nbytes
     return sent

@@ -54,7 +54,7 @@ class Recomputed(Timed):
         counts = lane.none()
         for rank, need in needs.items():
             found = self._cheapest(choice, lane, rank, self._flying(choice, rank, number), need)
-            for place, own in zip(range(rank, len(counts), lane.ranks), lane.split(rank, found), strict=True):
+            for place, own in zip(lane.cuts.ranks[rank], lane.split(rank, found), strict=True):
                 counts[place] = own
         return counts
 

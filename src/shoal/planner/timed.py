@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import mul
 from typing import NamedTuple
 
 from shoal.planner.costs import Prices
@@ -17,7 +16,19 @@ from shoal.planner.held import Tied, standing, tied_elements
 from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane, at_least, fill_of, seconds_of
 from shoal.planner.once import once
-from shoal.planner.pipes import Crowd, Pace, of_ranks, parted, shared, slowest, under_way, waits
+from shoal.planner.pipes import (
+    THERE_AND_BACK,
+    Crowd,
+    Pace,
+    Places,
+    of_ranks,
+    parted,
+    placed,
+    shared,
+    slowest,
+    under_way,
+    waits,
+)
 from shoal.planner.policies import keeps_operations, policies_of
 from shoal.planner.replicas import Dealt, Replicas, count_alike, dealt, replicas_of
 from shoal.planner.sizes import Sizes, together
@@ -52,16 +63,17 @@ class Timed:
     def cuts(self, choice: Choice) -> Cuts:
         """The stages of a choice: those that it says, or the ones of which the slowest takes least."""
         spread = choice.spread
-        numbers = choice.stages or self._fastest(spread, choice.chunks, choice.microbatch, choice.compile)
-        return self._cuts(spread, numbers)
+        places = placed(spread.stages, spread.stages * choice.chunks, choice.schedule in THERE_AND_BACK)
+        numbers = choice.stages or self._fastest(spread, places, choice.microbatch, choice.compile)
+        return self._cuts(spread, numbers, places)
 
     @once
-    def _cuts(self, spread: Spread, numbers: tuple[int, ...]) -> Cuts:
-        return cut_at(self.prices, spread, numbers)
+    def _cuts(self, spread: Spread, numbers: tuple[int, ...], places: Places) -> Cuts:
+        return cut_at(self.prices, spread, numbers, places)
 
     @once
-    def _fastest(self, spread: Spread, chunks: int, rows: int, compiled: bool) -> tuple[int, ...]:
-        return fastest(self.by_compile[compiled], spread, spread.stages * chunks, self.mean(spread, rows))
+    def _fastest(self, spread: Spread, places: Places, rows: int, compiled: bool) -> tuple[int, ...]:
+        return fastest(self.by_compile[compiled], spread, places, self.mean(spread, rows))
 
     @once
     def _lane(self, spread: Spread, cuts: Cuts, rows: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
@@ -93,7 +105,7 @@ class Timed:
 
     @once
     def _own(self, spread: Spread, cuts: Cuts, rank: int) -> Sizes:
-        own = cuts.sizes[rank :: spread.stages]
+        own = [cuts.sizes[stage] for stage in cuts.ranks[rank]]
         if len(own) == 1:
             return own[0]
         return replace(together([(each, 1) for each in own]), waiting=max(each.trained for each in own[:-1]))
@@ -155,14 +167,16 @@ class Timed:
         own = self._own(spread, cuts, rank)
         if own.waiting and (self._meets(choice) or spread.copies == 1):  # a backward lends to its stage's chunks alone
             own = replace(own, waiting=0.0)
-        return standing(self.prices, choice, own, rank == spread.stages - 1, self.tied(spread), self._lives(spread))
+        last = cuts.ranks[rank][-1] == len(cuts.numbers) - 1
+        return standing(self.prices, choice, own, last, self.tied(spread), self._lives(spread))
 
     @once
     def _saved(self, spread: Spread, cuts: Cuts, rows: int, schedule: str, number: int) -> tuple[float, ...]:
         """Bytes of the activations of each rank of a pipeline where nothing is computed again."""
         ranks, saved = spread.stages, [size.saved["none"] for size in cuts.sizes]
         flying = under_way(schedule, ranks, number, len(saved) // ranks) if ranks > 1 else ((1,),)
-        return tuple(rows * sum(map(mul, own, saved[rank::ranks])) for rank, own in enumerate(flying))
+        stages = zip(flying, cuts.ranks, strict=True)
+        return tuple(rows * sum(many * saved[stage] for many, stage in zip(*each, strict=True)) for each in stages)
 
     def _plain(self, choice: Choice, lane: Lane, number: int) -> tuple[float, ...]:
         """Bytes of the activations of each rank where nothing is computed again, with up to `number` microbatches."""
@@ -203,7 +217,7 @@ class Timed:
         each = math.ceil(number / len(replicas.kinds))
         halves = parted(choice.schedule, lane.ranks, each, choice.chunks)
         timed = [seconds_of(lane, speeds, again, halves) for speeds in replicas.speeds]
-        paces = [(slowest(stages, lane.ranks)[1], fill_of(choice, lane, stages, each)) for stages in timed]
+        paces = [(slowest(stages, lane.cuts.ranks)[1], fill_of(choice, lane, stages, each)) for stages in timed]
         pinned = tuple(self.task.pins.get("shares", ()))
         if "shares" in self.task.pins and not pinned and len(paces) > 1:
             pinned = (1,) * choice.spread.copies
@@ -238,10 +252,10 @@ class Timed:
         choice = Choice(spread, rows, schedule=schedule, chunks=chunks, stages=lane.cuts.numbers)
         deal, stages, again = self._dealt(choice, lane, counts, together, evenly)
         number, ranks = deal.number, lane.ranks
-        slow, busy = slowest(stages, ranks)
+        slow, busy = slowest(stages, lane.cuts.ranks)
         busy *= number
         sent: dict[str, float] = {}
-        for place in range(slow, len(stages), ranks):
+        for place in lane.cuts.ranks[slow]:
             repeated = again[place][1] if again else {}
             for sends, times in ((lane.works[place].sent, number), (repeated, number * (1 + stages[place].parted))):
                 for what, seconds in sends.items():
@@ -249,10 +263,12 @@ class Timed:
         terms = {"compute": busy - math.fsum(sent.values()), **sent}
         if ranks > 1:
             crowd, full = self.crowd(spread), (fill_of(choice, lane, stages, number), self.sends(choice, number))
-            least = number * shared(of_ranks(stages, ranks), crowd)
+            least = number * shared(of_ranks(stages, lane.cuts.ranks), crowd)
             terms["bubble"], terms["stages"] = waits(*full, busy, crowd, least)
         terms["data"] = number * self.mean(spread, rows) * self.task.cluster.data
-        computing = number * math.fsum(each.forward + each.backward for each in lane.works[::ranks])
+        computing = number * math.fsum(
+            each.forward + each.backward for each in (lane.works[stage] for stage in lane.cuts.ranks[0])
+        )
         terms["other"] = self.task.cluster.step + agreed(self.prices, choice, number, computing)
         return terms, deal, tuple(stages), slow
 
