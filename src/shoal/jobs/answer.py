@@ -155,15 +155,15 @@ def task_of(
         check_divided(pins, subject_of(settled))
         raise
     check_traced(pins, traced)
-    with in_section("train"):
-        numbers = precision(job.train.precision)
     optimizer = optimizer_named(job.train.optimizer, job.train.lr)
+    with in_section("train"):
+        numbers = numbers_of(precision(job.train.precision), optimizer)
     legal = legal_degrees(settled.model.values, traced, job.data.sequence, cluster.per_host)
     task = Task(
         traced,
-        cluster,
+        cluster.telling(numbers.dtype, numbers.rounded),
         _rows(settled, devices),
-        numbers_of(numbers, optimizer),
+        numbers,
         _given(settled, whole),
         settled.total,
         pins,

@@ -43,7 +43,8 @@ def layers_under(settled: Settled, task: Task, estimate: Estimate, placements: d
     if ranks == 1:
         return None
     link = cluster.link(choice.spread.stride("parts"), ranks)
-    rates = Rates.of(ranks, link, Prices(task).slowest, task.numbers.dtype, estimate.microbatches)
+    numbers = task.numbers
+    rates = Rates.of(ranks, link, Prices(task).slowest, numbers.dtype, estimate.microbatches, numbers.rounded)
     plan = Plan(placements=placements)
     shallow = shallow_of(settled, plan)
     subject = subject_of(settled, plan=plan) if shallow is None else shallow[0]

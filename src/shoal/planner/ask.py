@@ -29,7 +29,8 @@ def numbers_of(precision: Precision, optimizer: OptimizerFactory) -> Numbers:
     side = 1000
     state = optimizer_state(optimizer, [{}], precision, shards=False).nbytes(0, torch.Size((side, side)))
     kept = 0 if model == master else KEPT.get(precision.keep, master.itemsize)
-    return Numbers(model, model.itemsize, grad.itemsize, kept, state / side**2)
+    rounded = "fp8" if precision.fp8 else "tf32" if precision.tf32 else ""
+    return Numbers(model, model.itemsize, grad.itemsize, kept, state / side**2, rounded)
 
 
 def legal_degrees(values: Mapping[str, Any], profile: Profile, sequence: int | None, per_host: int) -> dict[str, int]:

@@ -68,8 +68,11 @@ class Device:
         """The share of its peak that a product of so many operations reaches."""
         return between(self.reached, operations, self.reaches)
 
-    def peak(self, dtype: torch.dtype) -> float:
-        """Operations a second of products in `dtype`. Raises UserError where no figure is known."""
+    def peak(self, dtype: torch.dtype, rounded: str = "") -> float:
+        """Operations a second of products in `dtype`, whose factors are `rounded` to that format first where the device
+        is known to gain by it. Raises UserError where no figure is known."""
+        if rounded in self.flops:
+            return self.flops[rounded]
         name = FORMATS.get(dtype, str(dtype).removeprefix("torch."))
         if name not in self.flops:
             raise UserError(
@@ -80,6 +83,8 @@ class Device:
 
 
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+ROUNDED = ("tf32", "fp8")
+"""Formats to which factors of products are rounded, that are stored in another."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,17 @@ class Cluster:
                 f"the cluster {self.name} has {self.size} devices, and at most {MOST_DEVICES} are planned for: give "
                 "fewer hosts (number in [[hosts]]) or devices of each (count)"
             )
+
+    def telling(self, dtype: torch.dtype, rounded: str) -> Cluster:
+        """The cluster, which says of each accelerator whose rate with `rounded` factors is not known that it is taken
+        to be that of `dtype`."""
+        bare = [each for each in self.devices if rounded and not each.on_host and rounded not in each.flops]
+        lines = (
+            f"no rate of {each.name} in {rounded} is known, and that of {FORMATS[dtype]} is taken: give flops = "
+            f"{{{rounded} = ...}}, operations a second, in [[hosts]] of a cluster file"
+            for each in bare
+        )
+        return replace(self, said=(*self.said, *lines))
 
     @cached_property
     def size(self) -> int:

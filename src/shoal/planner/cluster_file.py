@@ -15,7 +15,7 @@ from typing import Any
 from shoal.comm import Reach
 from shoal.errors import UserError, check_choice, check_names, did_you_mean
 from shoal.plan import nbytes
-from shoal.planner.cluster import FORMATS, MOST_DEVICES, Cluster, Device, Host, Link
+from shoal.planner.cluster import FORMATS, MOST_DEVICES, ROUNDED, Cluster, Device, Host, Link
 from shoal.replace import replace_text
 from shoal.toml import read_toml, toml_value
 
@@ -240,7 +240,7 @@ def _shares(rows: Any, what: str) -> tuple[tuple[float, float], ...]:
 def _flops(table: Any, what: str) -> Mapping[str, float]:
     if not isinstance(table, Mapping) or not table:
         raise UserError(f"{what} = {table!r}: give a table by format, such as {{bf16 = 9.9e14}}")
-    check_names(f"{what} has no format", table, FORMATS.values(), "Formats")
+    check_names(f"{what} has no format", table, (*FORMATS.values(), *ROUNDED), "Formats")
     return {name: _number(rate, "rate", f"{what}.{name}") for name, rate in table.items()}
 
 

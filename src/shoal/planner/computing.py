@@ -159,9 +159,10 @@ def work_and_launches(
     part: PartProfile, spread: Spread, rows: float, times: Times, device: Device, numbers: Numbers, compiled: bool
 ) -> tuple[float, float]:
     """Seconds of what is computed and moved, and of the launches."""
-    peak, operations = device.peak(numbers.dtype), rows * part.products.on(spread)
+    peak, operations = device.peak(numbers.dtype, numbers.rounded), rows * part.products.on(spread)
     work = times.products * operations / (peak * device.share(operations / max(1, part.multiplied)))
-    work += rows * times.attention * part.attention.on(spread) / (peak * device.reaches * ATTENTION_REACHES)
+    own = peak if numbers.rounded == "tf32" else device.peak(numbers.dtype)  # fp8 is of linear layers alone
+    work += rows * times.attention * part.attention.on(spread) / (own * device.reaches * ATTENTION_REACHES)
     touched, calls = (part.fused, part.kernels) if compiled else (part.touched, part.calls)
     moved = rows * (times.products * part.operands.on(spread) + times.rest * touched.on(spread))
     if device.on_host:

@@ -18,34 +18,41 @@ A910B_SOURCE = (
     "h20-910c-approaches-h100); fp32, bandwidth, links and watts are assumed"
 )
 
+
+def _flops(half: float, fp32: float, fp64: float = 0.0, tf32: float = 0.0, fp8: float = 0.0) -> dict[str, float]:
+    """Operations a second by format, from 10^12 of them, bf16 and fp16 `half` as wide; 0 where there are none."""
+    rates = {"bf16": half, "fp16": half, "fp32": fp32, "fp64": fp64, "tf32": tf32, "fp8": fp8}
+    return {name: rate * T for name, rate in rates.items() if rate}
+
+
 MACHINES: dict[str, Host] = {
     "a100": Host(
-        Device("a100", {"bf16": 312 * T, "fp16": 312 * T, "fp32": 19.5 * T, "fp64": 9.7 * T}, 80 * GB, 2039e9,
+        Device("a100", _flops(312, 19.5, 9.7, 156), 80 * GB, 2039e9,
                source=A100_SHEET, reaches=0.78),
         8, Link(8e-6, 300e9 * 0.8), 1024 * GIB, 25e9, disk=6e9, watts=400,
     ),
     "h100": Host(
-        Device("h100", {"bf16": 989.4 * T, "fp16": 989.4 * T, "fp32": 66.9 * T, "fp64": 33.5 * T}, 80 * GB, 3350e9,
+        Device("h100", _flops(989.4, 66.9, 33.5, 494.7, 1978.9), 80 * GB, 3350e9,
                source=H100_SHEET, reaches=0.64),
         8, Link(8e-6, 450e9 * 0.8), 2048 * GIB, 50e9, disk=12e9, watts=700,
     ),
     "h200": Host(
-        Device("h200", {"bf16": 989.4 * T, "fp16": 989.4 * T, "fp32": 66.9 * T, "fp64": 33.5 * T}, 141 * GB, 4800e9,
+        Device("h200", _flops(989.4, 66.9, 33.5, 494.7, 1978.9), 141 * GB, 4800e9,
                source=H200_SHEET, reaches=0.64),
         8, Link(8e-6, 450e9 * 0.8), 2048 * GIB, 50e9, disk=12e9, watts=700,
     ),
     "b200": Host(
-        Device("b200", {"bf16": 2250 * T, "fp16": 2250 * T, "fp32": 80 * T, "fp64": 40 * T}, 180 * GB, 8000e9,
+        Device("b200", _flops(2250, 80, 40, 1125, 4500), 180 * GB, 8000e9,
                source=B200_SHEET, reaches=0.6),
         8, Link(8e-6, 900e9 * 0.8), 4096 * GIB, 50e9, disk=12e9, watts=1000,
     ),
     "l40s": Host(
-        Device("l40s", {"bf16": 362 * T, "fp16": 362 * T, "fp32": 91.6 * T, "fp64": 1.43 * T}, 48 * GB, 864e9,
+        Device("l40s", _flops(362, 91.6, 1.43, 183, 733), 48 * GB, 864e9,
                source=L40S_SHEET, reaches=0.6),
         8, Link(15e-6, 32e9 * 0.7), 1024 * GIB, 25e9, disk=6e9, watts=350,
     ),
     "910b": Host(
-        Device("910b", {"bf16": 320 * T, "fp16": 320 * T, "fp32": 80 * T}, 64 * GB, 1600e9,
+        Device("910b", _flops(320, 80), 64 * GB, 1600e9,
                source=A910B_SOURCE, reaches=0.6),
         8, Link(12e-6, 150e9 * 0.8), 1536 * GIB, 25e9, disk=6e9, watts=310,
     ),

@@ -49,9 +49,11 @@ class Rates:
     microbatches: int = 1
 
     @classmethod
-    def of(cls, ranks: int, link: Link, device: Device, dtype: torch.dtype, microbatches: int = 1) -> Rates:
-        """The rates of ranks with this device that compute in `dtype`."""
-        reached = device.peak(dtype) * device.reaches
+    def of(
+        cls, ranks: int, link: Link, device: Device, dtype: torch.dtype, microbatches: int = 1, rounded: str = ""
+    ) -> Rates:
+        """The rates of ranks with this device that compute in `dtype`, with factors `rounded` to another format."""
+        reached = device.peak(dtype, rounded) * device.reaches
         streams = device.bandwidth * device.streams
         return cls(ranks, link, dtype.itemsize, reached, streams, device.launch, device.on_host, microbatches)
 

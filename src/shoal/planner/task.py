@@ -61,13 +61,15 @@ ROLES = (
 @dataclass(frozen=True)
 class Numbers:
     """Bytes of an element: of weights and what a model computes with (`weight`), gradients, masters (0 where the
-    weights are) and the optimizer's state. `dtype`: of products."""
+    weights are) and the optimizer's state. `dtype`: of products; `rounded`: the format of their factors, where that is
+    another ("tf32", or "fp8" of linear layers)."""
 
     dtype: torch.dtype
     weight: int
     gradient: int
     master: int
     state: float
+    rounded: str = ""
 
 
 class Probed(NamedTuple):
