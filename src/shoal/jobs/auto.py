@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen, looks, searched, task_of
@@ -21,6 +22,7 @@ from shoal.planner.cluster_file import cluster_of
 from shoal.planner.explain import TooDear, within_budget
 from shoal.planner.least import enough
 from shoal.planner.machines import BETWEEN, MACHINES
+from shoal.planner.no_degrees import NoDegrees
 from shoal.planner.no_room import NoRoom, more_room
 from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.replicable import as_replicable
@@ -45,7 +47,9 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     """Finds the plan of the job file `path`. What its [plan] gives is pinned, as by `--pin`. Raises UserError where
     nothing is legal or fits."""
     job, origins = load_job(path, assignments)
-    pins = {**pinned(job, origins), **plan_pins(asked.pins)}
+    given, more = pinned(job, origins), plan_pins(asked.pins)
+    _check_once(given, more)
+    pins = {**given, **more}
     check_pins(pins)
     auto = replace(job.auto, allow=(*job.auto.allow, *allowed(asked.allow, "--allow")))
     cluster = None if asked.on == HERE else cluster_of(asked.on, MACHINES, BETWEEN)
@@ -67,8 +71,22 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
             if asked.limit is None:
                 raise
             raise NoRoom(error.said, more_room(task, enough(task, looks(settled)))) from error
+        except NoDegrees as error:
+            if not given:
+                raise
+            raise UserError(f"{error}; or leave all that [plan] gives to the planner: --set plan=auto") from error
 
     return as_replicable(task, settled.job.train.buffers, find)
+
+
+def _check_once(given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Raises UserError where a field that `--pin` gives has another value in the job."""
+    for field, value in more.items():
+        if field in given and given[field] != value:
+            raise UserError(
+                f"--pin {field}={value} and plan.{field} = {given[field]!r} of the job are two values: give one, or "
+                "leave all that [plan] gives to the planner: --set plan=auto"
+            )
 
 
 def _within(budget: float, currency: str, settled: Settled, task: Task) -> Chosen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,6 +20,8 @@ from shoal.toml import read_toml
 _hints = cache(get_type_hints)  # asked for in each generation of an elastic run, while its ranks wait
 ASKS = "name", "measure", "allow"
 """Keys of [plan] that are no fields of a Plan: they ask the planner."""
+RESOLVED = "# Every value of this run, and where it came from."
+"""The first line of a run's resolved.toml."""
 _SPOKEN = {
     int: "a whole number",
     float: "a number",
@@ -39,7 +42,8 @@ def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Or
     `run.dir` is by default `runs/` and the file's name. Raises UserError with the key, the value and what is expected.
     """
     path = Path(path)
-    return parse_job(read_toml(path, "job file"), assignments, where=str(path), default_dir=f"runs/{path.stem}")
+    content, named = read_toml(path, "job file"), f"runs/{path.stem}"
+    return parse_job(content, assignments, where=str(path), default_dir=named, chosen=_rows_were_chosen(path))
 
 
 def parse_job(
@@ -48,11 +52,13 @@ def parse_job(
     *,
     where: str = "the job",
     default_dir: str = "runs/run",
+    chosen: bool = False,
 ) -> tuple[Job, Origins]:
     """Returns the job of the tables `content` and the origins of its values, as `load_job` does.
 
     where: the name of the file in errors.
     default_dir: `run.dir` where it is not given.
+    chosen: whether the microbatch is the planner's, which chooses again where it is asked.
     """
     tables: dict[str, dict[str, Any]] = {"model": {}, **{section: {} for section in SECTIONS}}
     origins: dict[str, str] = {}
@@ -73,6 +79,8 @@ def parse_job(
         _known(section, f"--set {assignment}", tables)
         if not path:
             _leave_to_the_planner(tables["plan"], origins)
+            if chosen and origins.get("train.microbatch") == "file":
+                del tables["train"]["microbatch"], origins["train.microbatch"]
             path = ["name"]
         key = path[0]
         value = _or_nothing(section, key, _nested(tables[section].get(key), path[1:], value, f"--set {assignment}"))
@@ -203,6 +211,12 @@ def _leave_to_the_planner(plan: dict[str, Any], origins: dict[str, str]) -> None
     """Takes out the fields that the file gives: of a resolved.toml they are what was chosen, and all defaults."""
     for key in [each for each in plan if origins[f"plan.{each}"] == "file" and each not in ASKS]:
         del plan[key], origins[f"plan.{key}"]
+
+
+def _rows_were_chosen(path: Path) -> bool:
+    """Whether a job file is the resolved.toml of a run whose microbatch the planner chose."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[:1] == [RESOLVED] and any(re.fullmatch(r"microbatch = \d+  # planner", line) for line in lines)
 
 
 def _assignment(text: str) -> tuple[str, list[str], Any]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.jobs.config import Job, Origins, describe, tables
+from shoal.jobs.read import RESOLVED
 from shoal.jobs.trials import Trials
 from shoal.replace import replace_text
 from shoal.toml import toml_key, toml_value
@@ -30,7 +31,7 @@ def to_toml(job: Job, origins: Origins) -> str:
 
 def write_resolved(job: Job, origins: Origins, run_dir: Path, trials: Trials | None = None) -> None:
     """Writes `run_dir`/resolved.toml. `trials`: of plans, which it tells once none is left to try."""
-    head = "# Every value of this run, and where it came from.\n"
+    head = f"{RESOLVED}\n"
     if trials is not None and trials.next is None:
         head += "# Plans that were tried in the run:\n"
         head += "".join(f"#   {each}\n" for each in trials.candidates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,8 +14,11 @@ from shoal.planner.task import Choice, Estimate, Task
 
 NOTHING = 1.0
 """Bytes of a device in which no plan fits."""
-GROWTH, TRIES = 1.05, 16
-"""From one size of a device that is tried to the next, and how many are: dry runs count up to twice the estimate."""
+NEAR = 1.05
+"""How much larger than the least what is said to be enough may be."""
+GROWTH = (*(NEAR,) * 6, 1.1, 1.25, 1.5, 2.0, 2.0, 4.0, 4.0)
+"""From one size of a device that is tried to the next: dry runs count more than the estimate, of small models many
+times as much. Sizes between the last two are tried where these are farther apart."""
 
 
 def needing_least(task: Task) -> Estimate | None:
@@ -41,18 +45,28 @@ def enough(task: Task, look: Callable[[Task, Estimate], tuple[object, str]]) -> 
     if near is None:
         return ""
     on_host = any(device.on_host for device in task.cluster.devices)  # one memory
-    limit = near.bytes + (near.on_host if on_host else 0.0)
-    for _ in range(TRIES):
-        said = units.enough(limit).replace(" ", "")
-        asked = replace(task, limit=float(nbytes(said, "--device")), share=1.0)
-        if asked.usable > task.cluster.memory:
-            return ""
-        if (estimate := in_full(asked, near.choice)) is not None:
-            try:
-                why = look(asked, estimate)[1]
-            except UserError:  # it is not for want of memory
+    high = near.bytes + (near.on_host if on_host else 0.0)
+    low, growth = high, iter(GROWTH)
+    try:
+        while not (said := _holds(task, near.choice, min(high, task.cluster.memory), look)):
+            if high >= task.cluster.memory:
                 return ""
-            if not why:
-                return said
-        limit *= GROWTH
-    return ""
+            low, high = high, high * next(growth)
+        while high > NEAR * low:
+            middle = math.sqrt(low * high)
+            if between := _holds(task, near.choice, middle, look):
+                high, said = middle, between
+            else:
+                low = middle
+    except (UserError, StopIteration):  # it is not for want of memory
+        return ""
+    return said
+
+
+def _holds(task: Task, choice: Choice, limit: float, look: Callable[[Task, Estimate], tuple[object, str]]) -> str:
+    """The least that is written of a device with about so many bytes, if the choice is confirmed in them; else ""."""
+    said = units.enough(limit).replace(" ", "")
+    asked = replace(task, limit=float(nbytes(said, "--device")), share=1.0)
+    if asked.usable > task.cluster.memory or (estimate := in_full(asked, choice)) is None:
+        return ""
+    return "" if look(asked, estimate)[1] else said

@@ -16,6 +16,10 @@ from shoal.planner.task import Task
 from shoal.toml import plan_text
 
 
+class NoDegrees(UserError):
+    """No degrees are legal."""
+
+
 def no_degrees(task: Task) -> str:
     """Why a search for `task` finds no degrees, and what would do."""
     with_pins = f" with {plan_text(task.pins)}" if task.pins else ""

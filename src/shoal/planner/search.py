@@ -21,7 +21,7 @@ from shoal.errors import UserError
 from shoal.planner.choices import LONGEST, Tier, with_tier
 from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
-from shoal.planner.no_degrees import no_degrees
+from shoal.planner.no_degrees import NoDegrees, no_degrees
 from shoal.planner.no_room import NoRoom, more_room
 from shoal.planner.recut import FURTHER, Recut, few
 from shoal.planner.task import Choice, Estimate, Found, Offload, Task
@@ -222,7 +222,7 @@ def search(task: Task) -> Found:
     asked = Search(task)
     found = asked.run()
     if not found.spreads:
-        raise UserError(no_degrees(task))
+        raise NoDegrees(no_degrees(task))
     if found.nearest is None and not found.best:
         raise UserError(f"no plan with {plan_text(task.pins)}: {asked.why_none()}. Leave out one of these")
     if not found.best:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +221,8 @@ class Choice(NamedTuple):
         if self.compile:
             others["compile"] = True
         kept = {key: value for key, value in pins.items() if key not in (*PINS, "context")}
-        return self.spread.plan(**{**others, **kept})
+        found = self.spread.plan(**{**others, **kept})
+        return replace(found, context=pins["context"]) if "context" in pins else found
 
 
 @dataclass(frozen=True)
