@@ -385,6 +385,8 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
     ends = [float(end) for end in re.findall(r"<title>B\d+:\d+: [^<]* to ([\d.]+) ms</title>", drawn)]
     busy = 1e3 * (told["seconds"] - told["terms"]["copies"] - told["terms"]["optimizer"] - told["terms"]["other"])
     assert max(ends) == pytest.approx(busy, rel=0.01)  # as long as the schedule's actions take
+    updates = re.findall(r"<title>optimizer: ([^<]*)</title>", drawn)
+    assert len(updates) == 3 and len(set(updates[:2])) == 2, "each stage has its own, then the term of the step"
     for title in ("rank; same place", "a rank may use", "time; the number", "time of a step", "memory of the fullest"):
         assert title in drawn, title
     assert "Blocks of the stages: " + ", ".join(map(str, plan.stages)) in drawn  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
 from shoal.mesh import ALONG, AXES, Mesh
 from shoal.pipeline import Costs, schedule_of, simulate
+from shoal.planner.ends import ends
 from shoal.planner.explain import Explanation, front
 from shoal.planner.pipes import costs_of
 from shoal.planner.task import NAMES, ROLES, TERMS, Estimate
@@ -134,30 +135,31 @@ def holders(chosen: Chosen) -> str:
 
 def gantt(chosen: Chosen) -> tuple[str, str]:
     """The actions of the first microbatches on each rank of a pipeline, in the order of its schedule and for as long as
-    is predicted, and what comes after the last one; with a line on what is left out."""
+    is predicted, and what each rank does after its last one; with a line on what is left out."""
     plan, estimate = chosen.plan, chosen.estimate
     number = min(estimate.microbatches, MOST_ACTIONS)
     schedule = schedule_of(plan, number)
     costs = costs_of(estimate.stages, estimate.message) if estimate.stages else Costs.even(schedule.stages)
     timeline = simulate(schedule, costs)
-    after = [(what, estimate.terms.get(what, 0.0)) for what in AFTER if estimate.terms.get(what, 0.0)]
-    most = timeline.seconds + sum(seconds for _, seconds in after)
     rows = timeline.spans[:MOST_RANKS]
+    after = [{what: getattr(each, what) for what in AFTER} for each in ends(chosen.task, estimate)]
+    most = max(spans[-1][2] + sum(own.values()) for spans, own in zip(timeline.spans, after, strict=True))
     height, scale = 20 + len(rows) * (BAR + GAP), (WIDE - 20 - LEFT) / most
     kinds = {action.kind for spans in rows for action, _, _ in spans}
     names = {KINDS[kind][0]: KINDS[kind][1] for kind in "FBIW" if kind in kinds}
 
     def parts() -> Iterator[str]:
-        yield from legend(12, {**names, **{AFTER[what][0]: AFTER[what][1] for what, _ in after}})
-        for rank, spans in enumerate(rows):
+        shown = [AFTER[what] for what in AFTER if any(own[what] for own in after)]
+        yield from legend(12, {**names, **dict(shown)})
+        for rank, (spans, own) in enumerate(zip(rows, after, strict=False)):
             y = 20 + rank * (BAR + GAP)
             yield text(0, y + 15, f"place {rank}" if len(rows) > 1 else "each rank")
             for action, start, stop in spans:
                 told = f"{action}: {units.duration(start)} to {units.duration(stop)}"
-                shown, colour = str(action.microbatch), KINDS[action.kind][1]
-                yield box(LEFT + start * scale, y, (stop - start) * scale - 0.5, told, colour, shown)
-            at = timeline.seconds
-            for what, seconds in after:
+                number, colour = str(action.microbatch), KINDS[action.kind][1]
+                yield box(LEFT + start * scale, y, (stop - start) * scale - 0.5, told, colour, number)
+            at = spans[-1][2]
+            for what, seconds in ((what, own[what]) for what in AFTER if own[what]):
                 told, colour = f"{AFTER[what][0]}: {units.duration(seconds)}", AFTER[what][1]
                 yield box(LEFT + at * scale, y, seconds * scale - 0.5, told, colour)
                 at += seconds

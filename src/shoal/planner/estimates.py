@@ -139,7 +139,7 @@ class Estimates(Recomputed):
         choice, counts, lane, deal, fullest = begun.choice, begun.counts, begun.lane, begun.deal, begun.fullest
         stages, slow, number = begun.stages, begun.slow, deal.number
         ranks, terms = choice.spread.stages, dict(begun.terms)
-        own = self._beside(begun, slow)
+        own = self.beside(begun, slow)
         last, wire = self._last(begun, own), dict(own.wire)
         terms |= {"copies": last.copies, "offload": last.offload, "optimizer": last.optimizer}
         for place in lane.cuts.ranks[slow] if lane.recomputes(counts) else ():
@@ -166,12 +166,13 @@ class Estimates(Recomputed):
         lane, trained = begun.lane, self._own(begun.choice.spread, begun.lane.cuts, begun.slow).trained
         for rank, *_ in lane.cuts.alike:
             if self._own(begun.choice.spread, lane.cuts, rank).trained > trained:
-                other, early = self._beside(begun, rank), sum(each.backward for each in begun.stages[:rank])
+                other, early = self.beside(begun, rank), sum(each.backward for each in begun.stages[:rank])
                 other = other._replace(copies=max(0.0, other.copies - early))
                 found = max(found, other, key=lambda each: each.seconds)
         return found
 
-    def _beside(self, begun: Begun, rank: int) -> Beside:
+    def beside(self, begun: Begun, rank: int) -> Beside:
+        """What a rank of a pipeline does beside computing and waiting for other stages."""
         choice, counts, lane, stages, number = begun.choice, begun.counts, begun.lane, begun.stages, begun.deal.number
         places, own, tied = lane.cuts.ranks, self._own(choice.spread, lane.cuts, rank), self.tied(choice.spread)
         crowd = self.crowd(choice.spread)
