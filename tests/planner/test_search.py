@@ -397,7 +397,8 @@ def test_stages_that_the_model_does_not_have_are_refused(pins: dict[str, Any], s
 def test_stages_that_are_given_are_those_of_each_candidate() -> None:
     pinned = task(pins={"pp": 2, "stages": [1, 1, 1, 3]})
     found = search(pinned).best
-    assert {(str(each.choice.stages), each.choice.schedule) for each in found} == {("(1, 1, 1, 3)", "interleaved")}
+    assert {str(each.choice.stages) for each in found} == {"(1, 1, 1, 3)"}
+    assert {each.choice.schedule for each in found} <= {"interleaved", "zbv"}
     assert fits(pinned) and largest(pinned)[0] > 6, "a deeper model is cut by the planner"  # type: ignore[operator]
     even = search(task(pins={"pp": 2, "schedule": "interleaved", "stages": [1, 2, 2, 1]})).best
     assert even[0].seconds < found[0].seconds
@@ -641,7 +642,7 @@ def test_a_rank_with_more_weights_ends_last_and_what_is_sent_is_of_the_one_that_
     begun = asked.looked(choice)
     sizes = [each.trained for each in begun.lane.cuts.sizes]
     estimate = asked.finished(begun)
-    alone = asked._beside(begun, 1)
+    alone = asked.beside(begun, 1)
     assert begun.slow == 1 and sizes[0] > 10 * sizes[1]
     assert estimate.wire["copies"] == 4 * sizes[1]  # of two copies each sends half of float32 twice
     assert estimate.terms["copies"] + estimate.terms["optimizer"] > 2 * alone.seconds

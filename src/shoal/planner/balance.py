@@ -10,6 +10,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+EVEN = 1.005
+"""How much more than the mean the slowest rank may take where no better cut is looked for."""
+
 
 def cut(costs: Sequence[float], speeds: Sequence[float], places: Sequence[Sequence[int]]) -> list[int]:
     """How many of the pieces with these costs each stage has, at least one, so that the slowest rank takes as little as
@@ -19,7 +22,7 @@ def cut(costs: Sequence[float], speeds: Sequence[float], places: Sequence[Sequen
     of_stages = dict(sorted((stage, speed) for own, speed in zip(places, speeds, strict=True) for stage in own))
     each, ranks = list(of_stages.values()), len(speeds)
     whole = _cut(costs, each)
-    if len(each) == ranks:
+    if len(each) == ranks or _slowest(costs, speeds, places, whole) <= EVEN * sum(costs) / sum(speeds):
         return whole
     turns = enumerate(_turns(costs, ranks, len(each) // ranks))
     apart = [number for turn, own in turns for number in _cut(own, each[turn * ranks : (turn + 1) * ranks])]

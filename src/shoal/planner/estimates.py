@@ -229,7 +229,7 @@ class Estimates(Recomputed):
         else:
             kept, whole = self._plain(choice, lane, most)[rank], 0.0
         stays = choice.on_device
-        device = {**self._stands(choice, rank).by_role, "activations": stays * kept + whole}
+        device = {**self._stands(choice, lane, rank).by_role, "activations": stays * kept + whole}
         own = self._own(choice.spread, lane.cuts, rank)
         found = held(self.prices, choice, own, self.tied(choice.spread), device, (1 - stays) * kept)
         return found._replace(rank=rank)

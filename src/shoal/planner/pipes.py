@@ -15,6 +15,8 @@ HALVED = ("zb1p", "zbv")
 """Schedules with backwards in two halves."""
 THERE_AND_BACK = ("zbv",)
 """Schedules that go to the last rank and come back, so that the first one has the last stage too."""
+FEW = 8
+"""Ranks up to which the lists of zbv are made where microbatches are few: they are found by trial."""
 LARGE = 4000
 """Actions of a schedule up to which it is simulated whole; beyond, what more microbatches take is extrapolated."""
 
@@ -70,12 +72,18 @@ def passed_on(given: Sequence[float], places: Places) -> list[float]:
 def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """For each rank the most microbatches of each of its stages that wait for their backward together. Of many
     microbatches a few are enough, with as many left over in the last group of as many as there are ranks: the schedule
-    repeats itself, or all forwards come first, and all wait. For 1f1b and zb1p, whose lists are long where there are
-    hundreds of ranks, by their formulas."""
+    repeats itself, or all forwards come first, and all wait. By formulas for 1f1b and zb1p, whose lists are long where
+    there are hundreds of ranks, and for zbv, but for a few microbatches on few ranks; on many these are as many at
+    most."""
     if name == "1f1b" and chunks == 1:
         return tuple((min(microbatches, ranks - rank),) for rank in range(ranks))
     if name == "zb1p" and chunks == 1:
         return ((min(microbatches, ranks),),) * ranks
+    if name == "zbv" and (microbatches >= 2 * ranks - 1 or ranks > FEW):
+        back = 2 * ranks - microbatches
+        return tuple(
+            (min(microbatches, 2 * ranks - 1 - rank), min(microbatches, max(1 + rank, back))) for rank in range(ranks)
+        )
     few = min(microbatches, 3 * ranks + microbatches % ranks)
     schedule = make_schedule(name, ranks, few, chunks)
     found = []
@@ -90,9 +98,13 @@ def under_way(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tu
 @lru_cache(maxsize=4096)
 def parted(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float, ...]:
     """For each stage the share of its backwards that run in two halves, of which the first one leaves something to the
-    second. Of many microbatches a few are enough."""
+    second. Of many microbatches a few are enough; of zbv see `under_way`."""
     if name not in HALVED:
         return (0.0,) * (ranks * chunks)
+    if name == "zbv" and (microbatches >= 2 * ranks - 1 or ranks > FEW):
+        most = max(microbatches, 1) if microbatches >= 2 * ranks - 1 else 1  # else all of them
+        numbers = (*(2 * ranks - rank for rank in range(1, ranks)), *(ranks - 1,) * ranks)
+        return (0.0, *(min(1.0, each / most) for each in numbers))
     if name == "zb1p" and chunks == 1:  # all of them: each W is that of an earlier microbatch
         return (0.0, *(1.0,) * (ranks - 1))
     few = min(microbatches, 4 * ranks)

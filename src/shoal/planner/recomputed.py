@@ -87,7 +87,7 @@ class Recomputed(Timed):
         """Yields the ranks of a pipeline that have to free something, and how many bytes."""
         plain, stays = self._plain(choice, lane, number), choice.on_device
         for ranks in lane.cuts.alike if stays else ():
-            room = self.most(choice) - self._stands(choice, ranks[0]).bytes
+            room = self.most(choice) - self._stands(choice, lane, ranks[0]).bytes
             for rank in ranks:
                 if stays * plain[rank] > room:
                     yield rank, plain[rank] - room / stays

@@ -196,8 +196,9 @@ class Search(Recut):
 
     def _is_full(self, choice: Choice) -> bool:
         """Whether a rank has no room for what stands on its device whatever is computed again."""
-        ranks = () if math.isinf(self._worst) else (ranks[0] for ranks in self.lane(choice).cuts.alike)
-        return any(self._stands(choice, rank).bytes > self.most(choice) for rank in ranks)
+        lane = self.lane(choice)
+        ranks = () if math.isinf(self._worst) else (ranks[0] for ranks in lane.cuts.alike)
+        return any(self._stands(choice, lane, rank).bytes > self.most(choice) for rank in ranks)
 
     def _hopes(self, first: Choice, away: Offload) -> tuple[bool, bool]:
         """Whether of the choices like `first` with so much elsewhere one may be fast enough with what its device has

@@ -117,7 +117,13 @@ class Task:
     limit: float | None = None
     share: float = 1.0
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1))
+    schedules: tuple[tuple[str, int], ...] = (
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zb1p", 1),
+        ("zbv", 2),
+    )
     exchanges: tuple[str, ...] = (EXACT,)
     probed: tuple[Probed, ...] = ()
     compiled: bool = False

@@ -20,7 +20,6 @@ from shoal.planner.pipes import (
     THERE_AND_BACK,
     Crowd,
     Pace,
-    Places,
     of_ranks,
     parted,
     placed,
@@ -62,18 +61,19 @@ class Timed:
 
     def cuts(self, choice: Choice) -> Cuts:
         """The stages of a choice: those that it says, or the ones of which the slowest takes least."""
-        spread = choice.spread
-        places = placed(spread.stages, spread.stages * choice.chunks, choice.schedule in THERE_AND_BACK)
-        numbers = choice.stages or self._fastest(spread, places, choice.microbatch, choice.compile)
-        return self._cuts(spread, numbers, places)
+        back = choice.schedule in THERE_AND_BACK
+        if choice.stages:
+            return self._cuts(choice.spread, choice.stages, back)
+        return self._fastest(choice.spread, choice.chunks, back, choice.microbatch, choice.compile)
 
     @once
-    def _cuts(self, spread: Spread, numbers: tuple[int, ...], places: Places) -> Cuts:
-        return cut_at(self.prices, spread, numbers, places)
+    def _cuts(self, spread: Spread, numbers: tuple[int, ...], back: bool) -> Cuts:
+        return cut_at(self.prices, spread, numbers, placed(spread.stages, len(numbers), back))
 
     @once
-    def _fastest(self, spread: Spread, places: Places, rows: int, compiled: bool) -> tuple[int, ...]:
-        return fastest(self.by_compile[compiled], spread, places, self.mean(spread, rows))
+    def _fastest(self, spread: Spread, chunks: int, back: bool, rows: int, compiled: bool) -> Cuts:
+        places = placed(spread.stages, spread.stages * chunks, back)
+        return self._cuts(spread, fastest(self.by_compile[compiled], spread, places, self.mean(spread, rows)), back)
 
     @once
     def _lane(self, spread: Spread, cuts: Cuts, rows: int, compiled: bool, policies: tuple[str, ...]) -> Lane:
@@ -142,10 +142,10 @@ class Timed:
         ranks = choice.spread.stages
         return under_way(choice.schedule, ranks, number, choice.chunks)[rank] if ranks > 1 else (1,)
 
-    def _stands(self, choice: Choice, rank: int) -> Standing:
+    def _stands(self, choice: Choice, lane: Lane, rank: int) -> Standing:
         away = None if choice.offload is None else choice.offload.activations
         rest = choice.microbatch, choice.zero, choice.shard, away, rank
-        return self._standing(choice.spread, self.cuts(choice), *rest)
+        return self._standing(choice.spread, lane.cuts, *rest)
 
     @once
     def _standing(
