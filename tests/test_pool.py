@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from tests import leftovers
+from tests import leftovers, pool
 from tests.pool import RankError, disposable_ranks, run_ranks
 
 
@@ -53,6 +53,24 @@ def wait_forever(world):
 
 def unpicklable(world):
     return lambda: None
+
+
+kept: list[bytearray] = []
+
+
+def keep(world, size):
+    kept.append(bytearray(b"1" * size))
+
+
+def test_a_rank_that_holds_much_is_a_new_one_in_the_next_call(monkeypatch):
+    before = run_ranks(pid, 2)
+    monkeypatch.setattr(pool, "LARGE", pool._standing[0].holds + 2**28)
+    run_ranks(keep, 1, 2**27)
+    assert run_ranks(pid, 2) == before
+    run_ranks(keep, 1, 2**28)
+    after = run_ranks(pid, 2)
+    assert after[0] != before[0] and after[1] == before[1]
+    assert run_ranks(pid, 2) == after
 
 
 @pytest.mark.fast
