@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.launch.conftest import place as place
 from tests.launch.conftest import run as run
 from tests.launch.conftest import start as start  # which `run` needs
 from tests.launch.packages import modules, wheel
+from tests.launch.test_ray import ray_folder
 from tests.launch.test_slurm import wait_for_step
 
 pytestmark = pytest.mark.matrix
@@ -52,7 +52,7 @@ class Cluster:
     def __init__(self, place: Path, temporary: str, nodes: int) -> None:
         path = f"{modules(wheel('ray'))}:{os.environ.get('PYTHONPATH', '')}"
         own = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
-        own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own |= {"RAY_TMPDIR": temporary, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._environ = {**os.environ, **own, "XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
         self._place = place
         self._process = subprocess.Popen(
@@ -107,7 +107,7 @@ class Cluster:
 @pytest.fixture
 def cluster(place: Path) -> Iterator[Callable[[int], Cluster]]:
     running: list[Cluster] = []
-    temporary = tempfile.mkdtemp(prefix="ray-")  # the names of sockets in it may have about a hundred characters
+    temporary = ray_folder()
 
     def begin(nodes: int) -> Cluster:
         running.append(Cluster(place, temporary, nodes))

@@ -55,6 +55,13 @@ print("exit code", code, flush=True)
 """
 
 
+def ray_folder() -> str:
+    """A folder for clusters, with the one in which Ray leaves the address of the last: it makes that in /tmp alone."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # the names of sockets in it may have about a hundred characters
+    os.mkdir(f"{folder}/ray")
+    return folder
+
+
 @pytest.fixture
 def drive(place: Path, start) -> Callable[..., str]:
     """Runs a driver with a cluster of nodes of two CPUs each; returns its output."""
@@ -62,11 +69,16 @@ def drive(place: Path, start) -> Callable[..., str]:
     path = f"{modules(wheel('ray'))}:{os.environ.get('PYTHONPATH', '')}"
 
     def call(run_dir: str, then: str, nodes: int = 2) -> str:
-        temporary = tempfile.mkdtemp(prefix="ray-")  # the names of sockets in it may have about a hundred characters
+        temporary = ray_folder()
         program = DRIVER.format(run_dir=run_dir, then=then, nodes=nodes, port=free_port(), temporary=temporary)
-        quiet = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        quiet = {
+            "RAY_TMPDIR": temporary,
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        }
         try:
-            return ended(start(sys.executable, "-c", program, PYTHONPATH=path, **quiet))
+            return ended(start(sys.executable, "-c", program, PYTHONPATH=path, RAY_TMPDIR=temporary, **quiet))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
