@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.planner.balance import cut
+from shoal.planner.cluster import Host
 from shoal.planner.degrees import Spread
 from shoal.planner.explain import roomy
 from shoal.planner.pipes import Pace, fill, placed, simulated
@@ -135,6 +136,31 @@ def test_hosts_that_differ_are_compared_at_the_rows_of_each_microbatch() -> None
         given = Search(replace(asked, microbatch=found.choice.microbatch))
         again = given.simulated(given.estimate(found.choice._replace(recompute="none", shares=())))
         assert again.seconds == pytest.approx(found.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_hosts_that_differ_are_no_faster_than_the_faster_ones_and_no_slower_than_the_slower(
+    compiled: bool, first: int
+) -> None:
+    """Compiled, another device was the one that others wait for, and shares were of one kind, speeds of the other."""
+    plain = cluster(hosts=1, count=2).hosts[0]
+    late = replace(plain.device, name="late", launch=6e-3)
+    slow = replace(plain.device, name="slow", launch=2e-6, flops={"bf16": 4e12})
+    hosts = [replace(plain, device=each) for each in (late, slow)]
+
+    def asked(*each: Host) -> Task:
+        on = replace(cluster(), hosts=each)
+        return task(model(9), on, pins={"memory": None, "compile": compiled}, microbatch=2)
+
+    ends = sorted(search(asked(each, each)).best[0].seconds for each in hosts)
+    mixed = asked(hosts[first], hosts[1 - first])
+    found = search(mixed).best[0]
+    assert ends[0] <= found.seconds <= ends[1]
+    of = Search(mixed)
+    for choice in (each for spread in of.spreads() for each in of.firsts(spread)):
+        least = max(of.bound(choice.spread), of.products(choice.spread, choice.microbatch, compiled))
+        assert least <= math.fsum(of.looked(choice).terms.values())
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

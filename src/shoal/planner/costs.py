@@ -143,11 +143,11 @@ class Prices:
     def slowest(self) -> Device:
         """The device that others wait for: the one that takes longest alone for its share of the rows of a step."""
         rows = self.task.microbatch or max(1, self.task.rows // self._cluster.size)
-        return max(self._cluster.devices, key=lambda device: self._alone(device, Spread(), rows))
+        return max(self._cluster.devices, key=lambda device: self._alone(device, Spread(), rows, False))
 
-    def _alone(self, device: Device, spread: Spread, rows: float) -> float:
+    def _alone(self, device: Device, spread: Spread, rows: float, compiled: bool) -> float:
         """Seconds that a device takes for so many rows of all of the model."""
-        how = spread, rows, device, self.task.numbers, self.compiled
+        how = spread, rows, device, self.task.numbers, compiled
         alike = self.alike(range(len(self.pieces)))
         return math.fsum(number * there_and_back(self.pieces[place], *how) for place, number in alike)
 
@@ -163,7 +163,7 @@ class Prices:
         devices, hosts = self._cluster.devices, self._cluster.hosts
         if len(devices) == 1:
             return [1.0] * len(hosts)
-        alone = [self._alone(each, spread, rows) for each in devices]
+        alone = [self._alone(each, spread, rows, self.compiled) for each in devices]
         slow = alone[devices.index(self.slowest)]
         return [slow / alone[devices.index(host.device)] for host in hosts]
 

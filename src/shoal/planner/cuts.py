@@ -84,8 +84,8 @@ def cut_at(prices: Prices, spread: Spread, numbers: tuple[int, ...], ranks: Plac
     return Cuts(numbers, ranks, pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
 
 
-def alone(prices: Prices, place: int, spread: Spread, rows: float) -> float:
-    """Seconds of a microbatch of a piece, there and back, with what is sent and without recompute."""
+def alone(prices: Prices, place: int, spread: Spread, rows: float, sending: float = 1.0) -> float:
+    """Seconds of a microbatch of a piece, there and back, without recompute, and `sending` times what is sent."""
     spent = prices.spent(place, spread, rows)
     sent = sum(seconds for _, seconds in (*spent.sent_forward, *spent.sent_backward))
-    return spent.forward + spent.backward + sent
+    return spent.forward + spent.backward + sending * sent

@@ -85,7 +85,7 @@ class Estimates(Recomputed):
         if (
             len(lane.policies) == 1
             or "recompute" in self.task.pins
-            or len(self.replicas(spread, choice.microbatch).speeds) > 1
+            or len(self.replicas(spread, choice.microbatch, choice.compile).speeds) > 1
         ):
             return 0.0, True
         terms, deal, stages, _ = self._in_lane(choice, lane, lane.none(), self._meets(choice))

@@ -40,7 +40,7 @@ class Lane:
         self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, mean: float, policies: tuple[str, ...]
     ) -> None:
         self.cuts, self._prices, self._spread, self.policies = cuts, prices, spread, policies
-        self._rows, self._mean = rows, mean
+        self._rows, self._mean, self.compiled = rows, mean, prices.compiled
         self.ranks, self.stages, self.speeds = spread.stages, len(cuts.pieces), prices.speeds(spread, mean)
         self._again, self._freed = cache(self._repeated), cache(self._not_kept)  # most stages are alike
 

@@ -85,9 +85,9 @@ class Timed:
         return rows if spread.copies > 1 else self.task.rows / math.ceil(self.task.rows / rows)
 
     @once
-    def replicas(self, spread: Spread, rows: int) -> Replicas:
+    def replicas(self, spread: Spread, rows: int, compiled: bool) -> Replicas:
         """The replicas of these degrees, by how fast their devices are for microbatches of so many rows."""
-        return replicas_of(self.prices, spread, self.mean(spread, rows))
+        return replicas_of(self.by_compile[compiled], spread, self.mean(spread, rows))
 
     def lane(self, choice: Choice) -> Lane:
         """The stages of a choice."""
@@ -116,10 +116,12 @@ class Timed:
         no choice with as many is below."""
         prices, step = self.by_compile[compiled], self.task.cluster.step
         alike = prices.alike(range(len(prices.pieces)))
-        one = (1 - 1e-9) * math.fsum(number * alone(prices, place, spread, rows) for place, number in alike) / rows
-        if capacity := self.replicas(spread, rows).capacity:
+        speeds = prices.speeds(spread, rows)
+        how = rows, min(1.0, *speeds)  # a slower device does not send more slowly
+        one = (1 - 1e-9) * math.fsum(number * alone(prices, place, spread, *how) for place, number in alike) / rows
+        if capacity := self.replicas(spread, rows, compiled).capacity:
             return self.task.rows * one / capacity + step
-        return math.ceil(self.task.rows / spread.copies) * one / math.fsum(prices.speeds(spread, rows)) + step
+        return math.ceil(self.task.rows / spread.copies) * one / math.fsum(speeds) + step
 
     def least(self, choice: Choice) -> float:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""
@@ -200,10 +202,10 @@ class Timed:
         return self._in_lane(choice, lane, counts, self._meets(choice) if together is None else together)[1]
 
     @once
-    def _evenly(self, spread: Spread, rows: int, exchange: str) -> bool:
+    def _evenly(self, spread: Spread, rows: int, compiled: bool, exchange: str) -> bool:
         """Whether replicas have as many microbatches whatever their devices, since they count alike in the exchange."""
         option = self.task.pins.get("exchange", exchange)
-        uneven = len(self.replicas(spread, rows).speeds) > 1 and option != EXACT
+        uneven = len(self.replicas(spread, rows, compiled).speeds) > 1 and option != EXACT
         return uneven and count_alike(spread.plan(exchange=option), self.task.optimizer)
 
     def _dealt(
@@ -211,7 +213,7 @@ class Timed:
     ) -> tuple[Dealt, list[Pace], dict[int, tuple[float, dict[str, float]]]]:
         """The deal; the seconds of all stages on the replica that takes longest; what stages compute again."""
         again = {place: lane.again(place, own) for place, own in enumerate(counts)} if lane.recomputes(counts) else {}
-        replicas: Replicas = self.replicas(choice.spread, choice.microbatch)
+        replicas: Replicas = self.replicas(choice.spread, choice.microbatch, choice.compile)
         whole = self.task.whole  # then each replica has one
         number = len(replicas.kinds) if whole else math.ceil(self.task.rows / choice.microbatch)
         each = math.ceil(number / len(replicas.kinds))
@@ -230,12 +232,13 @@ class Timed:
         """The terms that do not depend on what copies of the model share; the deal; seconds of all stages, and the rank
         of the pipeline that others wait for. Found once for all that differ in where their state lies."""
         together = together and not self._have_as_many(choice)  # else it decides nothing
-        evenly = self._evenly(choice.spread, choice.microbatch, choice.exchange)
+        evenly = self._evenly(choice.spread, choice.microbatch, choice.compile, choice.exchange)
         return self._timed(choice.spread, choice.microbatch, choice.schedule, lane, tuple(counts), together, evenly)
 
     def _have_as_many(self, choice: Choice) -> bool:
         """Whether all replicas have as many microbatches in any case."""
-        return len(self.replicas(choice.spread, choice.microbatch).speeds) == 1 and not self.task.pins.get("shares")
+        alike = len(self.replicas(choice.spread, choice.microbatch, choice.compile).speeds) == 1
+        return alike and not self.task.pins.get("shares")
 
     @once
     def _timed(
@@ -249,7 +252,8 @@ class Timed:
         evenly: bool,
     ) -> tuple[dict[str, float], Dealt, tuple[Pace, ...], int]:
         chunks = lane.stages // lane.ranks
-        choice = Choice(spread, rows, schedule=schedule, chunks=chunks, stages=lane.cuts.numbers)
+        numbers = lane.cuts.numbers
+        choice = Choice(spread, rows, schedule=schedule, chunks=chunks, compile=lane.compiled, stages=numbers)
         deal, stages, again = self._dealt(choice, lane, counts, together, evenly)
         number, ranks = deal.number, lane.ranks
         slow, busy = slowest(stages, lane.cuts.ranks)
