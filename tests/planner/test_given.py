@@ -53,12 +53,14 @@ def test_a_field_has_one_value(tmp_path: Path, capsys: Any) -> None:
     """Of a pin and of what the job gives the pin was taken, silently."""
     job = tiny(tmp_path)
     job.write_text(f"{job.read_text()}[plan]\ntp = 2\n")
-    with pytest.raises(
-        UserError, match=r"--pin tp=4 and plan\.tp = 2 of the job are two values: give one, or leave all"
-    ):
+    with pytest.raises(UserError, match=r"--pin tp = 4 and tp = 2 of the job are two values: give one, or leave all"):
         answer_for(job, [], Options("8xh100", ["tp=4"]), True, None)
     answer_for(job, [], Options("8xh100", ["tp=2"]), True, None)
     assert json.loads(capsys.readouterr().out)["plan"]["tp"] == 2
+    job.write_text(f'{job.read_text()}shares = [1, 3]\nschedule = "zb1p"\n')
+    same = ["shares=[1,3]", 'schedule={name = "zb1p"}', "pp=1"]
+    answer_for(job, ["plan.dp=2"], Options("4xh100", same), True, None)
+    assert json.loads(capsys.readouterr().out)["plan"]["dp"] == 2, "however it is spelled"
     answer_for(job, ["plan=auto"], Options("8xh100", ["tp=4", "cp=1", "context=ring"]), True, None)
     told = json.loads(capsys.readouterr().out)["plan"]
     assert (told["tp"], told["context"]) == (4, "ring"), "it was said to be ulysses"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from shoal.planner.balance import cut
 from shoal.planner.cluster import Host
 from shoal.planner.degrees import Spread
+from shoal.planner.estimates import Begun
 from shoal.planner.explain import roomy
 from shoal.planner.pipes import Pace, fill, placed, simulated
 from shoal.planner.profile import Cut, Profile
 from shoal.planner.search import Search, search
-from shoal.planner.task import Choice, Task
+from shoal.planner.task import Choice, Estimate, Task
 from tests.planner.models import BOTH, GIB, cluster, model, task
 
 
@@ -42,6 +43,12 @@ def test_the_cut_is_the_best_of_all_cuts(costs: list[float], data: st.DataObject
     assert sum(numbers) == len(costs) and min(numbers) >= 1
     best = min(slowest(costs, speeds, each) for each in all_cuts(len(costs), ranks))
     assert slowest(costs, speeds, numbers) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("off", [1.346e-9, 2e-9, 1e-12])
+def test_pieces_that_differ_by_rounding_are_cut_too(off: float) -> None:
+    """A bound and the next one were taken for the same by one of two tolerances, for ever."""
+    assert sum(cut([1 + off, 0.0, 0.0, 0.0, 1 + 2 * off], [1.0] * 3, placed(3, 3))) == 5
 
 
 def test_what_does_not_come_out_even_is_at_the_front_and_no_stage_is_left_with_little() -> None:
@@ -118,7 +125,55 @@ def test_what_fits_with_other_stages_alone_is_found_and_counts_as_what_fits() ->
     tight = replace(free, limit=1.01 * least)
     assert search(tight).best[0].bytes <= tight.most
     assert roomy(tight) == Spread(stages=2)
-    assert roomy(replace(free, limit=0.99 * least)) is None
+    less = replace(free, limit=0.99 * least)
+    assert roomy(less) is None
+    near = Search(less).run().nearest
+    assert near is not None and near.bytes == pytest.approx(least), "what is said to be needed at least"
+    given = replace(less, pins={**pins, "stages": list(of.cuts(choice).numbers)})
+    near = Search(given).run().nearest
+    assert near is not None and near.bytes == pytest.approx(first), "stages that are given stay"
+
+
+def test_of_many_deep_stages_few_cuts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a tenth of a second there, and hundreds were: a minute and a half for one answer."""
+    simulated_cuts = list[Choice]()
+    real = Search.simulated
+    monkeypatch.setattr(Search, "simulated", lambda of, each: (simulated_cuts.append(each.choice), real(of, each))[1])
+    pins = {"pp": 32, "schedule": {"name": "interleaved", "chunks": 4}, "memory": None}
+    search(task(model(150, 1e6), cluster(8, 4, 64 * GIB), 128, pins=pins, microbatch=1))
+    assert len(simulated_cuts) < 40
+
+
+def test_a_step_whose_last_group_is_not_full_is_extrapolated_from_such() -> None:
+    stages = [Pace(1 / 4, 2 / 4)] * 64
+    for number in (33, 40, 48):
+        seconds = simulated("interleaved", 16, number, 4, stages, 0.0)
+        assert seconds == pytest.approx(number * 3 + fill("interleaved", 16, number, 4, 15 * 1.0, 15 * 2.0))
+
+
+def test_what_needs_no_stages_is_looked_for_beside_twelve_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closed form of these said less than they take, so the best was not among the candidates."""
+    asked = task(model(6), cluster(1, 4), 8, schedules=(("1f1b", 1), ("zb1p", 1)))
+    real = search(asked).best
+    assert real[0].choice.spread.stages == 1
+    fast = Search.least
+    monkeypatch.setattr("shoal.planner.search.BEST", 3)
+    monkeypatch.setattr(Search, "finished", _too_fast(Search.finished))
+    monkeypatch.setattr(Search, "least", lambda of, one: (0.1 if one.spread.stages > 1 else 1) * fast(of, one))
+    found = search(asked).best
+    assert found[0].choice == real[0].choice
+
+
+def _too_fast(finished: Callable[[Search, Begun], Estimate]) -> Callable[[Search, Begun], Estimate]:
+    """Estimates whose pipelines wait a tenth as long as they do, until they are simulated."""
+
+    def told(of: Search, begun: Begun) -> Estimate:
+        found = finished(of, begun)
+        if begun.choice.spread.stages == 1:
+            return found
+        return replace(found, terms={what: value / 10 for what, value in found.terms.items()})
+
+    return told
 
 
 def test_hosts_that_differ_are_compared_at_the_rows_of_each_microbatch() -> None:

@@ -27,6 +27,7 @@ from shoal.planner.no_room import NoRoom, more_room
 from shoal.planner.pins import check_machine, check_pins
 from shoal.planner.replicable import as_replicable
 from shoal.planner.task import Task
+from shoal.toml import plan_text
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,20 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
 def _check_once(given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     """Raises UserError where a field that `--pin` gives has another value in the job."""
     for field, value in more.items():
-        if field in given and given[field] != value:
+        if field in given and _plain(given[field]) != _plain(value):
             raise UserError(
-                f"--pin {field}={value} and plan.{field} = {given[field]!r} of the job are two values: give one, or "
-                "leave all that [plan] gives to the planner: --set plan=auto"
+                f"--pin {plan_text({field: value})} and {plan_text({field: given[field]})} of the job are two values: "
+                "give one, or leave all that [plan] gives to the planner: --set plan=auto"
             )
+
+
+def _plain(value: Any) -> Any:
+    """A value of a plan however it is spelled."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return value["name"] if value.keys() == {"name"} else {key: _plain(each) for key, each in value.items()}
+    return value
 
 
 def _within(budget: float, currency: str, settled: Settled, task: Task) -> Chosen:

@@ -60,6 +60,8 @@ def _by_bisection(before: Sequence[float], stages: int) -> list[int]:
     bound = low
     while low < high * (1 - 1e-9):
         found, limit = _filled(before, stages, bound)
+        if found and limit >= high:  # but for rounding the same
+            break
         if found:
             ends, high = found, limit
         else:

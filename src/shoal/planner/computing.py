@@ -155,13 +155,24 @@ def _but(part: PartProfile, saved: Collection[str]) -> Times:
     return Times(min(1 - part.spared, 1 - kept), float("attention" not in saved), 1)
 
 
+def _peaks(part: PartProfile, device: Device, numbers: Numbers) -> tuple[float, float]:
+    """Operations a second of a part's products, and of its attention: fp8 is of linear layers alone."""
+    plain, rounded = device.peak(numbers.dtype), device.peak(numbers.dtype, numbers.rounded)
+    if numbers.rounded != "fp8":
+        return rounded, rounded
+    convolutions = part.convolutions.value / part.products.value if part.products.value else 0.0
+    experts = part.experts.value / part.weights.value if part.weights.value else 0.0
+    share = (1 - convolutions) * (1 - experts)
+    return 1 / (share / rounded + (1 - share) / plain), plain
+
+
 def work_and_launches(
     part: PartProfile, spread: Spread, rows: float, times: Times, device: Device, numbers: Numbers, compiled: bool
 ) -> tuple[float, float]:
     """Seconds of what is computed and moved, and of the launches."""
-    peak, operations = device.peak(numbers.dtype, numbers.rounded), rows * part.products.on(spread)
+    peak, own = _peaks(part, device, numbers)
+    operations = rows * part.products.on(spread)
     work = times.products * operations / (peak * device.share(operations / max(1, part.multiplied)))
-    own = peak if numbers.rounded == "tf32" else device.peak(numbers.dtype)  # fp8 is of linear layers alone
     work += rows * times.attention * part.attention.on(spread) / (own * device.reaches * ATTENTION_REACHES)
     touched, calls = (part.fused, part.kernels) if compiled else (part.touched, part.calls)
     moved = rows * (times.products * part.operands.on(spread) + times.rest * touched.on(spread))

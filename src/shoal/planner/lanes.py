@@ -15,6 +15,7 @@ from shoal.planner.costs import Prices
 from shoal.planner.cuts import Cuts
 from shoal.planner.degrees import Spread
 from shoal.planner.knapsack import Counts, Front, Kind, front
+from shoal.planner.pipes import HALVED as IN_HALVES
 from shoal.planner.pipes import Crowd, Pace, fill, longer_by, of_ranks, shared, slowest, waits
 from shoal.planner.sizes import POLICIES
 from shoal.planner.task import Choice
@@ -248,14 +249,14 @@ def at_least(
 ) -> tuple[float, float]:
     """Seconds that a rank works and waits for others at least in a step of `number` microbatches whose stages take as
     long or longer backward, and those that it waits for messages, which take `sends` where nothing else is done
-    meanwhile. By zb1p it waits for the forwards of the others, whichever rank is the slowest."""
+    meanwhile. Where backwards run in halves it waits for forwards of the others, whichever rank is the slowest."""
     each = of_ranks(stages, lane.cuts.ranks)
     busy = number * max(each)
     if lane.ranks == 1:
         return busy, 0.0
-    if choice.schedule == "zb1p":
+    if choice.schedule in IN_HALVES:
         forwards = [sum(stages[stage].forward for stage in own) for own in lane.cuts.ranks]
-        others = sum(forwards) - max(forwards)
+        others = (sum(forwards) - max(forwards)) / choice.chunks
     else:
         others = fill_of(choice, lane, stages, number)
     bubble, messages = waits(others, sends, busy, crowd, number * shared(each, crowd))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from shoal import units
@@ -34,7 +35,7 @@ def in_full(task: Task, choice: Choice) -> Estimate | None:
     if away is not None and away.device == NOTHING:
         away = away._replace(device=task.usable)
     search = Search(replace(task, share=1.0, compiled=False, pins={**task.pins, "recompute": choice.recompute}))
-    begun = search.looked(choice._replace(recompute="none", stages=(), shares=(), offload=away))
+    begun = search.looked(choice._replace(recompute="none", shares=(), offload=away))
     return search.simulated(search.finished(begun)) if search.fits(begun.choice, begun.fullest) else None
 
 
@@ -52,14 +53,15 @@ def enough(task: Task, look: Callable[[Task, Estimate], tuple[object, str]]) -> 
             if high >= task.cluster.memory:
                 return ""
             low, high = high, high * next(growth)
+    except (UserError, StopIteration):  # it is not for want of memory
+        return ""
+    with suppress(UserError):  # nor is it here
         while high > NEAR * low:
             middle = math.sqrt(low * high)
             if between := _holds(task, near.choice, middle, look):
                 high, said = middle, between
             else:
                 low = middle
-    except (UserError, StopIteration):  # it is not for want of memory
-        return ""
     return said
 
 

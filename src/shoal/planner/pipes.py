@@ -203,6 +203,18 @@ def waits(fill: float, sends: float, busy: float, crowd: Crowd, least: float) ->
     return seconds - busy - stages, stages
 
 
+def actions(ranks: int, microbatches: int, chunks: int) -> int:
+    """How many actions are simulated, but for the halves of backwards."""
+    few, more = _simulated_of(ranks, chunks)
+    return 2 * ranks * chunks * (microbatches if microbatches <= more else few + more)
+
+
+def _simulated_of(ranks: int, chunks: int) -> tuple[int, int]:
+    """Microbatches of the two shorter steps that are simulated instead of a long one."""
+    most = max(2, LARGE // (2 * ranks * chunks))
+    return max(ranks, most // 2), max(2 * ranks, most)
+
+
 def simulated(
     name: str,
     ranks: int,
@@ -221,8 +233,7 @@ def simulated(
 def _simulated(
     name: str, ranks: int, microbatches: int, chunks: int, stages: tuple[Pace, ...], message: float, crowd: Crowd
 ) -> float:
-    most = max(2, LARGE // (2 * ranks * chunks))
-    few, more = max(ranks, most // 2), max(2 * ranks, most)
+    few, more = _simulated_of(ranks, chunks)
     costs = costs_of(stages, message)
 
     def run(number: int) -> float:
@@ -231,8 +242,8 @@ def _simulated(
 
     if microbatches <= more:
         return run(microbatches)
-    few -= few % ranks
-    more -= more % ranks  # interleaved runs groups of as many microbatches as ranks
+    last = microbatches % ranks  # of the last group: interleaved runs groups of as many as ranks
+    few, more = (each - each % ranks + last for each in (few, more))
     first, second = run(few), run(more)
     return second + (second - first) * (microbatches - more) / (more - few)
 

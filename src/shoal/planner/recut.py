@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 
-from shoal.planner.cuts import pinned
+from shoal.planner.estimates import Begun
 from shoal.planner.judged import Judged
 from shoal.planner.lanes import BUSY
+from shoal.planner.pipes import actions
 from shoal.planner.task import Choice, Estimate
 from shoal.planner.timed import APART
 
@@ -22,22 +23,44 @@ LOOKED = 64
 """Cuts of a choice that are looked at: all, where there are no more, else those near the best so far."""
 FURTHER = 512
 """And of the fastest choice."""
+ACTIONS, EACH = 1_000_000, 1_000
+"""Actions that are simulated for all of them, about; what a cut costs beside, in as many."""
 WORST = (math.inf, math.inf)
 
 
 class Recut(Judged):
-    """The choices of a task, whose stages may be other ones than those that a search begins with."""
+    """The choices of a task, whose stages may be other ones than those that a search begins with. `spent`: of
+    `ACTIONS`."""
+
+    spent = 0
 
     def recut(self, choice: Choice, start: Numbers = (), looked: int = LOOKED) -> Estimate | None:
         """What `choice` takes with the best stages of as many as are `looked` at, from `start` on, by the lists of
         actions of its schedule; None where it fits with none of them, or its stages are given."""
-        number = choice.spread.stages * choice.chunks
-        if choice.spread.stages == 1 or pinned(self.task, number):
+        if choice.spread.stages == 1 or self.task.pins.get("stages") or self.spent >= ACTIONS:
             return None
-        free, found = choice._replace(recompute="none", stages=(), shares=()), dict[Numbers, Estimate]()
+        found = dict[Numbers, Estimate]()
+        self._best_numbers(choice, start, looked, found)
+        return min(found.values(), key=self.rank, default=None)
+
+    def least_lacking(self, begun: Begun) -> Begun:
+        """The choice with the stages that lack least memory of those that are looked at."""
+        choice = begun.choice
+        if choice.spread.stages == 1 or self.task.pins.get("stages"):
+            return begun
+        self.spent = 0
+        numbers = self._best_numbers(choice, (), LOOKED, {})
+        other = self.looked(choice._replace(recompute="none", stages=numbers, shares=()))
+        return min(begun, other, key=lambda each: self.lacks(each.choice, each.fullest))
+
+    def _best_numbers(self, choice: Choice, start: Numbers, looked: int, found: dict[Numbers, Estimate]) -> Numbers:
+        """The best stages of those that are looked at; `found` gets what was simulated on the way."""
+        free = choice._replace(recompute="none", stages=(), shares=())
+        number = math.ceil(self.task.rows / choice.microbatch / choice.spread.copies)
+        each = EACH + actions(choice.spread.stages, number, choice.chunks)
 
         def value(numbers: Numbers, least: Value) -> Value:
-            asked = free._replace(stages=numbers)
+            asked, self.spent = free._replace(stages=numbers), self.spent + each
             limit = least[1] if least[0] == 0 else math.inf
             if self._ranked(asked, self._at_work(asked) if few(numbers) else self.least(asked)) >= limit:
                 return WORST
@@ -50,8 +73,7 @@ class Recut(Judged):
             found[numbers] = self.simulated(self.finished(begun))
             return 0.0, self.rank(found[numbers])
 
-        best = best_cut(start or self.cuts(free).numbers, value, looked)
-        return found.get(best)
+        return best_cut(start or self.cuts(free).numbers, value, min(looked, (ACTIONS - self.spent) // each))
 
     def _at_work(self, choice: Choice) -> float:
         """Seconds that no list of actions takes less than: what the rank that works longest does, where others wait for

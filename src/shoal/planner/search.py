@@ -23,7 +23,7 @@ from shoal.planner.degrees import Spread
 from shoal.planner.estimates import Begun, Estimates
 from shoal.planner.no_degrees import NoDegrees, no_degrees
 from shoal.planner.no_room import NoRoom, more_room
-from shoal.planner.recut import FURTHER, Recut, few
+from shoal.planner.recut import ACTIONS, FURTHER, Recut, few
 from shoal.planner.task import Choice, Estimate, Found, Offload, Task
 from shoal.toml import plan_text
 
@@ -71,12 +71,27 @@ class Search(Recut):
         self._compute_more()
         ranked = [self.simulated(each) for _, _, each in sorted(self._best, reverse=True)]
         ranked = self._recut_all(sorted(ranked, key=self.rank))  # stable: of equal ones the first stays
-        nearest = None if self._nearest is None else self.finished(self._nearest)
+        lacking = self._nearest if self._nearest is None or ranked else self.least_lacking(self._nearest)
+        nearest = None if lacking is None else self.finished(lacking)
+        if ranked and all(each.choice.spread.stages > 1 for each in ranked):
+            ranked = sorted([*ranked, *self._whole(spreads, self.rank(ranked[0]))], key=self.rank)[:BEST]
         return Found(tuple(ranked), self._priced, len(spreads), bounded, nearest)
+
+    def _whole(self, spreads: Iterable[Spread], below: float) -> list[Estimate]:
+        """The best without stages that are `below` so many seconds. Of a pipeline the closed form may say too little,
+        so that twelve of them were taken for faster."""
+        before = self._priced
+        self._begin(below)
+        for spread in spreads:
+            if spread.stages == 1 and self.bound(spread) < self._worst:
+                self._price(spread)
+        self._priced += before
+        return [each for _, _, each in sorted(self._best, reverse=True)]
 
     def _recut_all(self, ranked: list[Estimate]) -> list[Estimate]:
         """The candidates with the best stages of those that are looked at; and choices that fit with no others, where
         they are of the fastest."""
+        self.spent = 0
         others = [self.recut(each.choice) for each in ranked]
         best = [min(each, other or each, key=self.rank) for each, other in zip(ranked, others, strict=True)]
         short = [begun.choice for _, _, begun in sorted(self._short, reverse=True)]
@@ -84,6 +99,7 @@ class Search(Recut):
             short.append(self._nearest.choice)
         best = sorted([*best, *filter(None, map(self.recut, short))], key=self.rank)[:BEST]
         if best and (stages := best[0].choice.stages) and not few(stages):
+            self.spent = min(self.spent, ACTIONS // 2)
             best[0] = min(best[0], self.recut(best[0].choice, stages, FURTHER) or best[0], key=self.rank)
         return best
 

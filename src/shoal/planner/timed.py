@@ -17,6 +17,7 @@ from shoal.planner.knapsack import Counts
 from shoal.planner.lanes import Lane, at_least, fill_of, seconds_of
 from shoal.planner.once import once
 from shoal.planner.pipes import (
+    HALVED,
     THERE_AND_BACK,
     Crowd,
     Pace,
@@ -127,7 +128,7 @@ class Timed:
         """Seconds that no estimate with the stages and microbatches of `choice` is below."""
         lane = self.lane(choice)
         terms, deal, stages, _ = self._in_lane(choice, lane, lane.none(), together=False)
-        if choice.schedule == "zb1p":  # where more is computed again, another rank may be the slowest
+        if choice.schedule in HALVED:  # where more is computed again, another rank may be the slowest
             return self._at_least(choice, lane, stages, deal.number, terms)
         return math.fsum(terms.values())
 
