@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from signal import SIGINT, SIGTERM
 
@@ -179,9 +180,9 @@ class Generation:
     live: bool = False
     failed: bool = False
 
-    @property
-    def ranks(self) -> dict[str, int]:
-        """How many ranks each member has, by its name."""
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """How many ranks each member has, by its name. Found once: each of many members asks as it ends."""
         return {place.name: place.ranks for place in self.places}
 
     @property

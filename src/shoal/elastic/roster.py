@@ -33,7 +33,7 @@ class Roster:
     draining: dict[str, int] = field(default_factory=dict)
     came: float = 0.0
     unfit: Unfit = field(default_factory=Unfit)
-    went_on: dict[str, int] = field(default_factory=dict)
+    went_on: Mapping[str, int] = field(default_factory=dict)
 
     def join(self, event: Joined) -> None:
         """Takes in a member that has come or come back."""
@@ -94,7 +94,7 @@ class Roster:
         """Returns how many ranks there would be with those of the member `name` in `generation`, where these could not
         go on; else 0."""
         there = {} if generation is None else generation.ranks
-        ranks = there | {name: there.get(name, 0) + self.ready.get(name, 0)}
+        ranks = {**there, name: there.get(name, 0) + self.ready.get(name, 0)}
         return sum(ranks.values()) if self.unfit.holds(ranks.values(), now) else 0
 
     def newcomers(self, generation: Generation | None, most: int, now: float) -> str:
@@ -102,7 +102,7 @@ class Roster:
         members."""
         there = {} if generation is None else generation.ranks
         new = [name for name in self.able(now) if len(there) < most or name in there]
-        ranks = there | {name: there.get(name, 0) + self.ready[name] for name in new}
+        ranks = {**there, **{name: there.get(name, 0) + self.ready[name] for name in new}}
         fit = self.unfit.without(ranks, there, now) if new else []
         new = [name for name in new if name in fit and not self.unfit.holds([ranks[each] for each in fit], now)]
         said = [f"{name} has another rank" if name in there else f"{name} joins" for name in new[:4]]
