@@ -1,7 +1,5 @@
-"""What happens to the members of a job, and what is decided about them.
-
-Every event has the `time` at which the coordinator learned of it, in Unix seconds.
-"""
+"""What happens to the members of a job, and what is decided about them. Every event has the `time` at which the
+coordinator learned of it, in Unix seconds."""
 
 from __future__ import annotations
 
