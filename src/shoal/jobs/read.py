@@ -43,7 +43,8 @@ def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Or
     """
     path = Path(path)
     content, named = read_toml(path, "job file"), f"runs/{path.stem}"
-    return parse_job(content, assignments, where=str(path), default_dir=named, chosen=_rows_were_chosen(path))
+    chosen = bool(assignments) and _rows_were_chosen(path)  # who assigns nothing asks nobody anew
+    return parse_job(content, assignments, where=str(path), default_dir=named, chosen=chosen)
 
 
 def parse_job(

@@ -53,7 +53,7 @@ def _slowest(
 
 
 def _by_bisection(before: Sequence[float], stages: int) -> list[int]:
-    """Of devices that are alike the least bound is found by bisection: it holds if stages that take as much as they may
+    """Finds the least bound by bisection, of devices that are alike: it holds if stages that take as much as they may
     reach the end."""
     low = before[-1] / stages
     ends, high = _filled(before, stages, low + max(after - each for each, after in pairwise(before)))
@@ -88,7 +88,7 @@ def _filled(before: Sequence[float], stages: int, bound: float) -> tuple[list[in
 
 
 def _evened(before: Sequence[float], ends: Sequence[int], bound: float) -> list[int]:
-    """Of the cuts whose stages take up to `bound`, one whose stages are as even as can be from the last one on, and
+    """Returns one of the cuts whose stages take up to `bound`: they are as even as can be from the last one on, and
     where they cannot be even the first ones have more. `ends`: as far as stages may reach."""
     numbers, stop = [], len(before) - 1
     for stage in range(len(ends) - 2, 0, -1):
@@ -101,8 +101,8 @@ def _evened(before: Sequence[float], ends: Sequence[int], bound: float) -> list[
 
 
 def _best_of_all(before: NDArray[np.float64], speeds: Sequence[float]) -> list[int]:
-    """Of devices that differ: for each stage, and each piece that it may end with, the best of all that it may begin
-    with."""
+    """Finds for each stage, and each piece that it may end with, the best of all that it may begin with, as devices
+    that differ need."""
     own = before[None, :] - before[:, None]  # from, to
     own[np.tri(len(before), dtype=bool)] = np.inf
     slowest = np.where(np.arange(len(before)) == 0, 0.0, np.inf)

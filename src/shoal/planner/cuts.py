@@ -54,12 +54,12 @@ def fastest(prices: Prices, spread: Spread, places: Places, rows: float) -> tupl
     microbatch of `rows` rows; as pinned, where that is."""
     if (stages := sum(map(len, places))) == 1:
         return (len(prices.pieces),)
-    if given := pinned(prices.task, stages):
+    if given := _pinned(prices.task, stages):
         return given
-    return tuple(cut(costs_of(prices, spread, rows), prices.speeds(spread, rows), places))
+    return tuple(cut(_costs(prices, spread, rows), prices.speeds(spread, rows), places))
 
 
-def pinned(task: Task, stages: int) -> tuple[int, ...]:
+def _pinned(task: Task, stages: int) -> tuple[int, ...]:
     """The numbers of pieces of `stages` that a pin says; nothing where none does."""
     given = task.pins.get("stages")
     if isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
@@ -67,7 +67,7 @@ def pinned(task: Task, stages: int) -> tuple[int, ...]:
     return ()
 
 
-def costs_of(prices: Prices, spread: Spread, rows: float) -> list[float]:
+def _costs(prices: Prices, spread: Spread, rows: float) -> list[float]:
     """Seconds of a microbatch of each piece of the model (see `alone`)."""
     distinct = {place: alone(prices, place, spread, rows) for place in set(prices.like)}
     return [distinct[place] for place in prices.like]
